@@ -1,0 +1,31 @@
+"""Exact fp32 master weights for PyTorch Lightning, and the measurements that prove them.
+
+The public names are imported on first use, so that ``import lightning_mp`` costs nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lightning_mp.plugin import MasterWeightPrecision as MasterWeightPrecision
+    from lightning_mp.trainer import Trainer as Trainer
+
+__version__ = "0.1.0"
+
+_PUBLIC = {
+    "MasterWeightPrecision": "lightning_mp.plugin",
+    "Trainer": "lightning_mp.trainer",
+}
+__all__ = ["MasterWeightPrecision", "Trainer", "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_PUBLIC[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
