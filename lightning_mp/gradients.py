@@ -1,0 +1,152 @@
+"""Gradients of 16-bit parameters, accumulated and reduced in fp32.
+
+autograd gives a bf16 parameter a bf16 gradient. That is what one backward computed, and it is kept as it is: 2 bytes per
+parameter. But a *sum* in bf16 loses what is below half an ulp of it: 256 + 0.25 = 256. So as soon as a second gradient is to be
+added, the sum goes over to fp32:
+
+* on one device, by telling autograd to keep this gradient in fp32 from now on (``Tensor.grad_dtype``);
+* under DistributedDataParallel, which demands gradients of the parameter's dtype, by taking the sum away before backward and
+  adding it in afterwards.
+
+DistributedDataParallel also averages over the ranks in the gradient's dtype. :class:`Fp32Reducer` registers a communication hook
+that averages in fp32, and leaves the fp32 average in ``parameter.grad``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
+from torch.nn.parallel import DistributedDataParallel
+
+FP32 = torch.float32
+
+
+def accumulate_in_fp32(params: Iterable[Parameter]) -> None:
+    """Make autograd accumulate in fp32 for those parameters that hold a 16-bit gradient already.
+
+    To be called before a backward, on one device. A parameter that was once treated so stays so: its gradients are fp32 from the
+    first micro-batch on, which takes 2 more bytes per parameter.
+
+    Args:
+        params: bf16 parameters.
+    """
+    for param in params:
+        grad = param.grad
+        if grad is not None and grad.dtype != FP32 and grad.layout == torch.strided:
+            param.grad_dtype = None  # lets a gradient of another dtype in
+            param.grad = grad.to(FP32)
+            param.grad_dtype = FP32
+
+
+class Fp32Reducer:
+    """Accumulates over micro-batches and averages over ranks in fp32, under DistributedDataParallel.
+
+    Args:
+        model: the wrapped module, with no communication hook yet.
+        params: its bf16 parameters.
+
+    On every rank and after each backward ``parameter.grad`` is fp32: the sum of this rank's micro-batches so far while
+    synchronisation is off, the average over ranks after the synchronised one. It takes 4 bytes per parameter from the end of
+    backward until the gradients are cleared, and twice bf16's traffic.
+    """
+
+    def __init__(self, model: DistributedDataParallel, params: Iterable[Parameter]) -> None:
+        self._model = model
+        self._params = list(params)
+        self._ids = {id(param) for param in self._params}
+        self._sums: dict[int, Tensor] = {}  # fp32 gradients taken away during backward, by the parameter's id
+        self._averages: dict[int, Tensor] = {}
+        for param in self._params:
+            param.grad_dtype = None  # lets the fp32 result in
+        model.register_comm_hook(model.process_group, self._reduce)
+
+    def before_backward(self) -> None:
+        """Take fp32 sums away, as DistributedDataParallel demands bf16 gradients."""
+        for param in self._params:
+            if param.grad is not None and param.grad.dtype == FP32:
+                self._sums[id(param)] = param.grad
+                param.grad = None
+
+    def after_backward(self) -> None:
+        """Put fp32 gradients in place; to be called after each backward and, for late reductions, before a step."""
+        synchronised = self._model.require_backward_grad_sync
+        for param in self._params:
+            key, grad = id(param), param.grad
+            if key in self._averages:
+                average = self._averages.pop(key)
+                if grad is not None:
+                    self._sums.pop(key, None)  # part of the average
+                    param.grad = average
+            elif not synchronised and grad is not None and grad.dtype != FP32:
+                total = self._sums.pop(key, None)
+                param.grad = grad.to(FP32) if total is None else total.add_(grad)
+            if key in self._sums:
+                param.grad = self._sums.pop(key)
+
+    def _reduce(self, group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        buffer = bucket.buffer()
+        params = bucket.parameters()
+        if id(params[0]) not in self._ids:  # DistributedDataParallel's buckets have one dtype each
+            buffer.div_(group.size())
+            work = dist.all_reduce(buffer, group=group, async_op=True)
+            return work.get_future().then(lambda future: future.value()[0])
+        average = buffer.to(FP32)
+        parts = [
+            part.view(param.shape)
+            if param.is_contiguous()
+            else part.as_strided(param.size(), param.stride(), part.storage_offset())
+            for param, part in zip(params, average.split([param.numel() for param in params]), strict=True)
+        ]
+        for param, part in zip(params, parts, strict=True):
+            if id(param) in self._sums:
+                part.add_(self._sums[id(param)])
+        average.div_(group.size())
+        work = dist.all_reduce(average, group=group, async_op=True)
+
+        def keep(future: torch.futures.Future[list[Tensor]]) -> Tensor:
+            future.value()
+            for param, part in zip(params, parts, strict=True):
+                self._averages[id(param)] = part
+            return buffer.copy_(average)
+
+        return work.get_future().then(keep)
+
+
+def clip_by_norm_(params: Iterable[Parameter], clip_val: float) -> Tensor | None:
+    """Scale gradients down so that their joint 2-norm is at most ``clip_val``, with the norm and the factor in fp32.
+
+    torch's own function computes the norm of 16-bit gradients in 16 bits.
+
+    Args:
+        params: parameters; those without a gradient are passed over.
+        clip_val: the largest norm.
+
+    Returns:
+        The norm before clipping (0-dim, fp32), or None if there is no gradient. No device-to-host sync.
+    """
+    grads = []
+    for param in params:
+        if param.grad is None:
+            continue
+        if param.grad.is_sparse:
+            param.grad = param.grad.coalesce()
+            grads.append(param.grad._values())
+        else:
+            grads.append(param.grad.detach())
+    if not grads:
+        return None
+    device = grads[0].device
+    low = [grad for grad in grads if grad.dtype in (torch.bfloat16, torch.float16)]
+    high = [grad for grad in grads if grad.dtype not in (torch.bfloat16, torch.float16)]
+    norms = [*(torch._foreach_norm(low, 2, dtype=FP32) if low else ()), *(torch._foreach_norm(high, 2) if high else ())]
+    total = torch.linalg.vector_norm(torch.stack([norm.to(device, FP32) for norm in norms]))
+    factor = (clip_val / (total + 1e-6)).clamp(max=1.0)
+    for grad in grads:
+        local = factor.to(grad.device)
+        # the product is to be formed in fp32 and rounded once: a CPU does so with a 0-dim factor, others need a dimension
+        grad.mul_(local if grad.device.type == "cpu" or not grad.dim() else local.view(1))
+    return total

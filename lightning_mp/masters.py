@@ -1,0 +1,327 @@
+"""The fp32 master weights of a module: where they are kept, and how edits of the 16-bit parameters reach them.
+
+Each distinct parameter has one :class:`Master`, however many modules or optimizers share it. It is kept in one of two forms:
+
+``split``
+    parameter (bf16) + remainder (int16) = master, exactly; 2 bytes per parameter beside the parameter (see
+    :mod:`lightning_mp.numerics.split`).
+``copy``
+    a full fp32 tensor; 4 bytes per parameter. It exists from the first gradient on; until then the remainder serves, so that
+    frozen and unused parameters cost the same 2 bytes in both forms.
+
+**Edits.** Users write to parameters between steps: clamping, re-initialisation, pruning, weight averaging. The edited value has
+to become the master, and the elements that were not touched have to keep their master bits. A full copy can always be compared
+with the parameter. A split master cannot: every pair of halves is a valid one. So a *guard*, a copy of the bf16 bits, is taken
+when a step ends and compared when the next forward begins; then it is dropped. It costs 2 bytes per parameter between steps
+and nothing while gradients and activations are alive. An edit made between the start of forward and the end of the step finds
+no guard: it is noticed by the version counter, kept to bf16 precision, and reported once.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from lightning_mp.numerics.split import join, split
+
+log = logging.getLogger(__name__)
+
+Storage = Literal["split", "copy"]
+BF16 = torch.bfloat16
+CHUNK = 1 << 17  # elements
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """The bits of a bf16 tensor, as an int16 alias."""
+    return tensor.detach().view(torch.int16)
+
+
+class Master:
+    """The fp32 value of one bf16 parameter.
+
+    Args:
+        param: the parameter: fp32, which is cast to bf16 in place, or bf16 already, whose master starts with the same value.
+    """
+
+    # with the parameter's shape and memory layout
+    remainder: Tensor | None  # int16; None once there is a full copy
+    full: Tensor | None  # fp32
+    guard: Tensor | None  # int16: the parameter's bits when it was last written here
+
+    def __init__(self, param: Parameter) -> None:
+        self.param = param
+        self.full = self.guard = None
+        grad, param.grad = param.grad, None
+        if param.dtype == torch.float32:
+            rounded, self.remainder = split(param)
+            # through .data: the Parameter object, which optimizers and user code may hold, stays the same
+            param.data = rounded
+        else:
+            param.data = param.data.clone()  # dense, and nobody else's memory
+            self.remainder = torch.zeros_like(param, dtype=torch.int16, requires_grad=False)
+        if grad is not None:
+            param.grad_dtype = param.dtype
+            param.grad = grad.to(param.dtype)
+        self.version = param._version
+
+    def __getstate__(self) -> dict[str, Any]:
+        # in a copy of the module nobody keeps the guard in step, so the copy carries one and stays exact under edits
+        guard = self.guard if self.guard is not None or self.full is not None else bits(self.param).clone()
+        return {**self.__dict__, "guard": guard}
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """What is kept beside the parameter for the whole run: the remainder or the full copy."""
+        return [t for t in (self.remainder, self.full) if t is not None]
+
+    def to_device(self) -> bool:
+        """Follow the parameter to its device. Returns whether anything moved."""
+        device, moved = self.param.device, False
+        for name in ("remainder", "full", "guard"):
+            tensor = getattr(self, name)
+            if tensor is not None and tensor.device != device:
+                setattr(self, name, tensor.to(device))
+                moved = True
+        return moved
+
+    def value(self) -> Tensor:
+        """The master as a new fp32 tensor with the parameter's shape; edits of the parameter are taken in.
+
+        On an accelerator this makes no device-to-host sync.
+        """
+        self.to_device()
+        param = self.param.detach()
+        if self.full is not None:
+            return torch.where(bits(self.full.to(BF16)) != bits(param), param.float(), self.full)
+        assert self.remainder is not None
+        remainder = self.remainder
+        if self.guard is not None:
+            remainder = remainder.masked_fill(self.guard != bits(param), 0)
+        elif param._version != self.version:
+            remainder = remainder.masked_fill(_is_zeroed(param), 0)
+        return join(param, remainder)
+
+    @torch.no_grad()
+    def set_(self, value: Tensor) -> None:
+        """Set the master, and with it the parameter, to ``value`` (any floating dtype, the parameter's shape)."""
+        self.to_device()
+        if self.full is not None:
+            self.full.copy_(value)
+            self.param.copy_(self.full)
+        else:
+            assert self.remainder is not None
+            # the parameter's own layout, whatever the source's
+            rounded, remainder = split(torch.empty_like(self.param, dtype=torch.float32).copy_(value))
+            bits(self.param).copy_(bits(rounded))
+            self.remainder.copy_(remainder)
+            if self.guard is not None:
+                self.guard.copy_(bits(self.param))
+        self.version = self.param._version
+
+    def make_full(self) -> None:
+        """Go over from the remainder to a full fp32 copy; the master keeps its bits."""
+        self.full = self.value()
+        self.remainder = self.guard = None
+        # ties to even from now on: the parameter is compared with what torch makes of the copy
+        self.param.detach().copy_(self.full)
+        self.version = self.param._version
+
+    def release(self) -> None:
+        """Make the parameter fp32 again, with the master's value; a gradient follows its dtype."""
+        value, grad = self.value(), self.param.grad
+        self.param.grad = None
+        self.param.data = value
+        self.param.grad_dtype = value.dtype
+        if grad is not None:
+            self.param.grad = grad.to(value.dtype)
+
+
+class Masters:
+    """The masters of a module's parameters, each once.
+
+    Args:
+        storage: ``"split"`` or ``"copy"``, see the module's docstring.
+    """
+
+    def __init__(self, storage: Storage) -> None:
+        self.storage = storage
+        # by id, as hashing a tensor costs a microsecond; a Master keeps its parameter alive
+        self._masters: dict[int, Master] = {}
+        self._names: dict[int, str] = {}
+        self._edits_reported = False
+        #: Changes whenever a remainder, a full copy or a parameter's memory is replaced, for those who hold aliases.
+        self.generation = 0
+
+    def __len__(self) -> int:
+        return len(self._masters)
+
+    def __iter__(self) -> Iterator[Master]:
+        return iter(self._masters.values())
+
+    def get(self, param: Tensor) -> Master | None:
+        """The master of ``param``, or None where the parameter is its own master."""
+        return self._masters.get(id(param))
+
+    def adopt(self, param: Parameter, name: str) -> Master:
+        """Take the master of ``param`` from its present value and cast the parameter to bf16 in place."""
+        master = self._masters.get(id(param))
+        if master is None:
+            master = self._masters[id(param)] = Master(param)
+            self._names[id(param)] = name
+            self.generation += 1
+        return master
+
+    def name(self, master: Master) -> str:
+        """The name under which the master's parameter was adopted."""
+        return self._names[id(master.param)]
+
+    @property
+    def full_copies(self) -> list[str]:
+        """Names of the parameters whose master is a full copy by now."""
+        return [self.name(master) for master in self if master.full is not None]
+
+    def named(self, names: Iterable[str]) -> list[Master]:
+        """The masters of those parameters whose name is among ``names``."""
+        wanted = set(names)
+        return [master for master in self if self.name(master) in wanted]
+
+    def make_full(self, masters: Iterable[Master]) -> None:
+        """Go over to full copies, for those that have none yet."""
+        for master in masters:
+            if master.full is None:
+                master.make_full()
+                self.generation += 1
+
+    def to_device(self) -> None:
+        """Follow the parameters to their device."""
+        for master in self:
+            if master.to_device():
+                self.generation += 1
+
+    @torch.no_grad()
+    def raise_guards(self) -> None:
+        """Remember the bits of every split parameter, to find out in :meth:`settle` which elements were edited."""
+        for master in self:
+            if master.full is None:
+                master.guard = bits(master.param).clone()
+
+    @torch.no_grad()
+    def drop_guards(self) -> None:
+        """Take guarded edits into the masters, and free the guards. No device-to-host sync."""
+        guarded = [master for master in self if master.guard is not None]
+        edited = [master for master in guarded if not known_equal(cast(Tensor, master.guard), bits(master.param))]
+        if edited:
+            clear_edited_(
+                [cast(Tensor, master.remainder) for master in edited],
+                [cast(Tensor, master.guard) for master in edited],
+                [bits(master.param) for master in edited],
+            )
+        for master in guarded:
+            master.guard = None
+            master.version = master.param._version
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Take every edit of the parameters into the masters; to be called before a step. No device-to-host sync."""
+        self.drop_guards()
+        copies = [master for master in self if master.full is not None]
+        take_edits_([cast(Tensor, master.full) for master in copies], [master.param.detach() for master in copies])
+        unguarded = []
+        for master in self:
+            if master.full is None and master.param._version != master.version:
+                assert master.remainder is not None
+                master.remainder.masked_fill_(_is_zeroed(master.param.detach()), 0)
+                master.version = master.param._version
+                unguarded.append(self.name(master))
+        if unguarded and not self._edits_reported:
+            self._edits_reported = True
+            log.warning(
+                "Parameters were edited between the start of forward and the end of the optimizer step: %s%s. With split "
+                "masters such an edit is kept to bf16 precision (within half a bf16 ulp). Edit after the step instead, for "
+                "example in on_train_batch_end, or use master='copy', for an exact edit.",
+                ", ".join(unguarded[:5]),
+                ", ..." if len(unguarded) > 5 else "",
+            )
+
+    def release(self) -> None:
+        """Give the module its fp32 parameters back, with the masters' values, and forget them."""
+        for master in self:
+            master.release()
+        self._masters.clear()
+        self._names.clear()
+        self.generation += 1
+
+
+def known_equal(left: Tensor, right: Tensor) -> bool:
+    """Whether two int16 tensors are known to be equal without a device-to-host sync: never, on an accelerator.
+
+    On a CPU, where the comparison transfers nothing, it spares the work that only an edit makes necessary. It is numpy's,
+    which is eight times as fast as ``torch.equal`` here.
+    """
+    return left.device.type == "cpu" and bool((left.numpy() == right.numpy()).all())
+
+
+def take_edits_(masters: list[Tensor], params: list[Tensor]) -> None:
+    """Set each element of the fp32 masters that does not round to the one of its bf16 parameter to the parameter's value."""
+    together: tuple[list[Tensor], list[Tensor]] = ([], [])
+    for master, param in zip(masters, params, strict=True):
+        if master.numel() < CHUNK and master.device.type == "cpu":
+            together[0].append(master)
+            together[1].append(param)
+        elif master.is_contiguous() and param.is_contiguous():
+            for part, part_param in zip(master.view(-1).split(CHUNK), param.view(-1).split(CHUNK), strict=True):
+                _take_edit_(part, part_param)
+        else:
+            _take_edit_(master, param)
+    # small ones are compared many at a time, as each comparison has a fixed cost
+    start, size = 0, 0
+    for stop, master in enumerate(together[0], 1):
+        size += master.numel()
+        if size >= CHUNK or stop == len(together[0]):
+            batch, batch_params = together[0][start:stop], together[1][start:stop]
+            if not known_equal(_gather_bits(batch, size), _gather_bits(batch_params, size)):
+                for master, param in zip(batch, batch_params, strict=True):
+                    _take_edit_(master, param)
+            start, size = stop, 0
+
+
+def _gather_bits(tensors: list[Tensor], size: int) -> Tensor:
+    gathered = torch.empty(size, dtype=BF16)
+    parts = gathered.split([tensor.numel() for tensor in tensors])
+    torch._foreach_copy_([part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)], tensors)
+    return gathered.view(torch.int16)
+
+
+def _take_edit_(master: Tensor, param: Tensor) -> None:
+    rounded = bits(master.to(BF16))  # in bits, NaN equals NaN
+    if not known_equal(rounded, bits(param)):
+        master.copy_(torch.where(rounded != bits(param), param.float(), master))
+
+
+def clear_edited_(remainders: list[Tensor], guards: list[Tensor], present: list[Tensor]) -> None:
+    """Zero the remainder of every element whose bits are not the guarded ones; ``guards`` is overwritten.
+
+    Args:
+        remainders: int16 tensors.
+        guards: the bits that each parameter had, int16.
+        present: the bits that it has, int16.
+    """
+    # int16 arithmetic over whole lists, as no mask leaves the device: changed = sign(guard - bits)^2. A difference wraps, but
+    # is 0 only for equal bits.
+    torch._foreach_sub_(guards, present)
+    torch._foreach_sign_(guards)
+    torch._foreach_mul_(guards, guards)
+    torch._foreach_mul_(guards, remainders)
+    torch._foreach_sub_(remainders, guards)
+
+
+def _is_zeroed(param: Tensor) -> Tensor:
+    # In a parameter that is known to be edited, a remainder left beside an edited value moves it by less than half a bf16
+    # ulp, except at zero, where a negative one would wrap into a NaN and a positive one would undo pruning. What this takes
+    # from an element that was not edited is below 2^-133.
+    return param == 0

@@ -1,0 +1,255 @@
+"""What master weights do to a module: which parameters are cast, and how its ``state_dict`` stays an fp32 one."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections import defaultdict
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
+from torch.nn import Module, Parameter
+from torch.nn.parameter import is_lazy
+from torch.utils.hooks import RemovableHandle
+
+from lightning_mp.masters import Master, Masters
+
+log = logging.getLogger(__name__)
+
+#: In a list of modules to keep in fp32: the normalisation layers.
+NORM = "norm"
+_NORM_CLASS = re.compile(r"(?i)norm(alization)?(\d+d)?$")
+
+
+# --- which parameters ------------------------------------------------------------------------------------------------------
+
+
+def check_module(module: Module) -> None:
+    """Refuse parameters whose fp32 value does not exist or is not plain.
+
+    Raises:
+        MisconfigurationException: a parameter is lazy and uninitialised, on the meta device, or sharded.
+    """
+    for name, param in module.named_parameters():
+        if is_lazy(param):
+            problem, remedy = "is lazy and not initialised", "Run one batch through the module in configure_model or setup"
+        elif param.is_meta:
+            problem, remedy = "is on the meta device", "Give it a real device and values in configure_model"
+        elif hasattr(param, "device_mesh"):
+            problem, remedy = "is sharded (a DTensor)", "Leave sharding out, or use precision 'bf16-mixed'"
+        else:
+            continue
+        raise MisconfigurationException(
+            f"Parameter {name!r} {problem}, so it has no fp32 value to take a master from. {remedy}."
+        )
+
+
+def parameters_to_cast(module: Module, fp32_modules: Sequence[str | type[Module]]) -> list[tuple[str, Parameter]]:
+    """The parameters that are to be bf16 under masters, each once, with its qualified name.
+
+    These are the fp32 parameters that ``fp32_modules`` does not keep, and those that are bf16 already. Parameters of other
+    dtypes, and buffers, are left alone.
+
+    Args:
+        module: the root.
+        fp32_modules: see :class:`~lightning_mp.MasterWeightPrecision`.
+    """
+    kept: set[int] = set()
+    unused = set(fp32_modules)
+    for name, child in module.named_modules(remove_duplicate=False):
+        for entry in fp32_modules:
+            if entry == NORM:
+                # a wrapper that has the word in its name, such as PreNorm, is not to keep what it wraps
+                if _NORM_CLASS.search(type(child).__name__):
+                    kept.update(map(id, child.parameters(recurse=False)))
+                unused.discard(entry)
+            elif _matches_module(entry, name, child):
+                kept.update(map(id, child.parameters()))
+                unused.discard(entry)
+    cast, foreign = [], []
+    for name, param in module.named_parameters():
+        for entry in fp32_modules:
+            if isinstance(entry, str) and fnmatchcase(name, entry):
+                kept.add(id(param))
+                unused.discard(entry)
+        if id(param) in kept or not param.is_floating_point():
+            continue
+        plain = param.layout == torch.strided and type(param.data) is Tensor
+        if plain and param.dtype in (torch.float32, torch.bfloat16):
+            cast.append((name, param))
+        elif param.dtype != torch.float64:
+            foreign.append(f"{name} ({param.dtype})")
+    # a parameter that is shared with a module that is kept stays fp32 under all its names
+    cast = [(name, param) for name, param in cast if id(param) not in kept]
+    if unused:
+        rank_zero_warn(
+            f"fp32_modules names what this module does not have: {sorted(map(str, unused))}. Legal are module classes,"
+            f" and patterns for the names of modules, parameters or module classes, such as"
+            f" {[name for name, _ in module.named_children()][:4]}."
+        )
+    if foreign:
+        log.info("No masters for parameters that are neither fp32 nor bf16, or not plain tensors: %s.", ", ".join(foreign))
+    already = [name for name, param in cast if param.dtype == torch.bfloat16]
+    if already:
+        log.info("Masters start from the bf16 value of parameters that were bf16 before: %s.", ", ".join(already))
+    return cast
+
+
+def _matches_module(entry: str | type[Module], name: str, module: Module) -> bool:
+    if isinstance(entry, type):
+        return isinstance(module, entry)
+    return bool(name) and (fnmatchcase(name, entry) or fnmatchcase(type(module).__name__, entry))
+
+
+# --- state_dict ------------------------------------------------------------------------------------------------------------
+
+
+def attach_state_dict_hooks(module: Module, masters: Masters) -> list[RemovableHandle]:
+    """Make ``state_dict`` of the module, and of each of its children, give masters, and ``load_state_dict`` take them.
+
+    Args:
+        module: the root.
+        masters: of the module's parameters.
+
+    Returns:
+        The handles of the hooks.
+    """
+    handles = []
+    for child in module.modules():
+        owned = {
+            name: master for name, param in child._parameters.items() if param is not None and (master := masters.get(param))
+        }
+        if owned:
+            hooks = _StateDictHooks(owned)
+            handles.append(child._register_state_dict_hook(hooks.save))
+            handles.append(child.register_load_state_dict_pre_hook(hooks.load))
+    names: dict[int, list[str]] = defaultdict(list)
+    for name, param in module.named_parameters(remove_duplicate=False):
+        if masters.get(param) is not None:
+            names[id(param)].append(name)
+    tied = [aliases for aliases in names.values() if len(aliases) > 1]
+    if tied:
+        handles.append(module._register_state_dict_hook(_TiedNames(tied)))
+    return handles
+
+
+class _StateDictHooks:
+    """The hooks of one module, for the parameters that it holds itself. They are copied and pickled with the module."""
+
+    def __init__(self, masters: dict[str, Master]) -> None:
+        self._masters = masters
+
+    def save(self, module: Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+        for name, master in self._masters.items():
+            key = prefix + name
+            # with keep_vars=True the live parameters are asked for
+            if key in state_dict and not isinstance(state_dict[key], Parameter):
+                state_dict[key] = master.value()
+
+    def load(self, module: Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+        for name, master in self._masters.items():
+            key = prefix + name
+            value = state_dict.get(key)
+            # what does not fit is left to torch, which knows how to complain
+            if isinstance(value, Tensor) and value.shape == master.param.shape and value.is_floating_point():
+                master.set_(value)
+                state_dict[key] = master.param  # copied onto itself, so that nothing is rounded again
+
+
+class _TiedNames:
+    """The root's hook: one tensor for all names of a shared parameter, as an fp32 ``state_dict`` has it."""
+
+    def __init__(self, tied: list[list[str]]) -> None:
+        self._tied = tied
+
+    def __call__(self, module: Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+        for first, *others in self._tied:
+            for other in others:
+                if prefix + first in state_dict and prefix + other in state_dict:
+                    state_dict[prefix + other] = state_dict[prefix + first]
+
+
+# --- fp32 parameters -------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def fp32_parameters(module: Module, masters: Masters) -> Generator[None, None, None]:
+    """Put fp32 parameters with the masters' values in place of the bf16 ones; what is written to them becomes the masters."""
+    replaced: list[tuple[Module, str, Parameter]] = []
+    stand_ins: dict[int, Parameter] = {}
+    for child in module.modules():
+        for name, param in list(child._parameters.items()):
+            if param is None or (master := masters.get(param)) is None:
+                continue
+            if id(param) not in stand_ins:
+                stand_ins[id(param)] = Parameter(master.value(), requires_grad=param.requires_grad)
+            replaced.append((child, name, param))
+            # not by .data, which would cost a wrapped module its gradient hooks; setattr, as recurrent layers keep a list
+            setattr(child, name, stand_ins[id(param)])
+    try:
+        yield
+    finally:
+        for child, name, param in replaced:
+            setattr(child, name, param)
+        for param in {id(param): param for _, _, param in replaced}.values():
+            master = masters.get(param)
+            assert master is not None
+            master.set_(stand_ins[id(param)])
+
+
+# --- who may edit weights --------------------------------------------------------------------------------------------------
+
+#: Hooks of a LightningModule in which user code runs between the end of a step and the next forward.
+BETWEEN_STEPS = (
+    "lr_scheduler_step",
+    "on_before_batch_transfer",
+    "on_after_batch_transfer",
+    "on_fit_start",
+    "on_save_checkpoint",
+    "on_train_batch_end",
+    "on_train_batch_start",
+    "on_train_epoch_end",
+    "on_train_epoch_start",
+    "on_train_start",
+    "on_validation_batch_end",
+    "on_validation_batch_start",
+    "on_validation_end",
+    "on_validation_epoch_end",
+    "on_validation_epoch_start",
+    "on_validation_model_eval",
+    "on_validation_model_train",
+    "on_validation_start",
+    "optimizer_step",
+    "transfer_batch_to_device",
+)
+#: Callbacks of Lightning's own that write to parameters.
+EDITING_CALLBACKS = (ModelPruning, StochasticWeightAveraging, WeightAveraging)
+_TRUSTED_PACKAGES = ("lightning.pytorch.callbacks.", "lightning_mp.callbacks.")
+
+
+def may_edit_between_steps(module: Module, trainer: pl.Trainer | None) -> bool:
+    """Whether code that could write to parameters runs between the end of a step and the next forward.
+
+    That is so in manual optimization, if the module overrides one of :data:`BETWEEN_STEPS`, or if there is a callback other
+    than Lightning's own that do not touch weights. Without a trainer it is assumed.
+    """
+    if trainer is None or not isinstance(module, pl.LightningModule):
+        return True
+    callbacks: Iterable[Any] = getattr(trainer, "callbacks", ())
+    return (
+        not module.automatic_optimization
+        or any(is_overridden(hook, module) for hook in BETWEEN_STEPS)
+        or any(
+            isinstance(callback, EDITING_CALLBACKS) or not f"{type(callback).__module__}.".startswith(_TRUSTED_PACKAGES)
+            for callback in callbacks
+        )
+    )

@@ -1,0 +1,481 @@
+"""The precision plugin: exact fp32 master weights under bf16 parameters.
+
+Read from top to bottom, :class:`MasterWeightPrecision` is a table of contents of a run: convert the module, connect the
+optimizers, forward, backward, clip, step, save, restore, tear down. The work is done in
+
+* :mod:`lightning_mp.masters`: where masters are kept, and edits of parameters;
+* :mod:`lightning_mp.swap`: any torch optimizer, stepped on masters;
+* :mod:`lightning_mp.gradients`: fp32 accumulation and reduction;
+* :mod:`lightning_mp.module`: which parameters are cast, and ``state_dict`` in fp32.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, cast, get_args
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.types import Steppable
+from lightning.pytorch.core.optimizer import LightningOptimizer, do_nothing_closure
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor
+from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from lightning_mp.cost.devices import bf16_support, check_bf16
+from lightning_mp.gradients import Fp32Reducer, accumulate_in_fp32, clip_by_norm_
+from lightning_mp.masters import BF16, Masters, Storage
+from lightning_mp.module import (
+    NORM,
+    attach_state_dict_hooks,
+    check_module,
+    fp32_parameters,
+    may_edit_between_steps,
+    parameters_to_cast,
+)
+from lightning_mp.strategies import check_strategy, root_device
+from lightning_mp.swap import BucketedStep, CoupledStep, is_coupled, prepare, requires_closure
+
+log = logging.getLogger(__name__)
+
+PrecisionName = Literal["32-true", "bf16-mixed", "bf16-master", "auto"]
+PRECISIONS: tuple[str, ...] = get_args(PrecisionName)
+PLANNED = ("16-mixed", "16-master")
+#: Under this key a checkpoint says how it was made. It does not depend on the name of the plugin's class.
+CHECKPOINT_KEY = "lightning_mp"
+MIB = 2**20
+
+
+class MasterWeightPrecision(Precision):
+    """Train with 16-bit parameters and exact fp32 master weights.
+
+    ===============  =====================================================================  ============================
+    precision        parameters and arithmetic                                               bytes per parameter (AdamW)
+    ===============  =====================================================================  ============================
+    ``32-true``      fp32                                                                    16
+    ``bf16-mixed``   fp32 parameters, bf16 matrix products under autocast                    16
+    ``bf16-master``  bf16 parameters, fp32 masters, bf16 matrix products under autocast      14 (split), 16 (copy)
+    ``auto``         ``bf16-master`` where the device computes bf16, else ``32-true``
+    ===============  =====================================================================  ============================
+
+    The bytes are those of weights, masters, gradients and AdamW's two moments. Under ``bf16-master`` the optimizer holds the
+    module's parameters as ever; fp32 masters stand in for them only while it steps. Every checkpoint holds the masters under the
+    usual names. When the trainer is done, the module gets fp32 parameters back, with the masters' values.
+
+    Args:
+        precision: one of the above.
+        master: ``"split"`` keeps the 16 bits that a bf16 parameter lacks of its fp32 master; ``"copy"`` keeps a full fp32
+            copy, which costs 2 bytes per parameter more and takes about 0.6 of the time per optimizer step.
+        fp32_modules: which modules keep fp32 parameters: module classes, or patterns (``fnmatch``) for the qualified names of
+            modules or parameters, or for the names of module classes. ``"norm"`` stands for the normalisation layers. The
+            list replaces the default; ``()`` casts everything.
+        autocast: run forward under ``torch.autocast``, so that delicate operations are computed in fp32 and inputs of any
+            floating dtype meet bf16 weights. With ``False``, inputs must have the dtype of the weights that they meet.
+        bucket_mib: scratch memory of an optimizer step in MiB. Parameters are stepped in buckets of this size, or by
+            themselves where one is larger and its optimizer cannot be given a slice of it.
+        reduce_dtype: under DDP, average gradients over ranks in ``"fp32"``, or in ``"parameter"`` dtype, which halves the
+            traffic and the gradients' memory and rounds the average to bf16.
+
+    Raises:
+        ValueError: an argument is not one of the legal values.
+        MisconfigurationException: when training starts: the strategy, the device or an optimizer cannot be used with the
+            precision, or the module has uninitialised lazy parameters.
+
+    Example:
+        >>> from lightning_mp import MasterWeightPrecision, Trainer
+        >>> plugin = MasterWeightPrecision("bf16-master", fp32_modules=("norm", "lm_head"))
+        >>> trainer = Trainer(precision_plugin=plugin, accelerator="cpu", logger=False, enable_checkpointing=False)
+        >>> trainer.precision_plugin is plugin
+        True
+
+    Note:
+        In ``on_after_backward``, ``on_before_optimizer_step`` and gradient clipping, ``parameter.grad`` is the true gradient:
+        bf16 after one backward, fp32 once several were accumulated or averaged over ranks.
+
+        No part of a step makes a device-to-host sync.
+    """
+
+    def __init__(
+        self,
+        precision: PrecisionName = "auto",
+        *,
+        master: Storage = "split",
+        fp32_modules: Sequence[str | type[Module]] = (NORM,),
+        autocast: bool = True,
+        bucket_mib: float = 4.0,
+        reduce_dtype: Literal["fp32", "parameter"] = "fp32",
+    ) -> None:
+        _check_choice("precision", precision, PRECISIONS)
+        _check_choice("master", master, get_args(Storage))
+        _check_choice("reduce_dtype", reduce_dtype, ("fp32", "parameter"))
+        if isinstance(fp32_modules, (str, type)):
+            raise ValueError(f"fp32_modules={fp32_modules!r} must be a list: write fp32_modules=[{fp32_modules!r}].")
+        for entry in fp32_modules:
+            if not isinstance(entry, str) and not (isinstance(entry, type) and issubclass(entry, Module)):
+                raise ValueError(f"fp32_modules has {entry!r}; legal are module classes, name patterns and {NORM!r}.")
+        if not bucket_mib >= 0:
+            raise ValueError(f"bucket_mib={bucket_mib!r} must be a number of MiB, 0 or more.")
+        self.precision = precision  # type: ignore[assignment]  # Lightning's literal does not know ours
+        self.master: Storage = master
+        self.fp32_modules = tuple(fp32_modules)
+        self.autocast = autocast
+        self.bucket_mib = bucket_mib
+        self.reduce_dtype = reduce_dtype
+        self._requested = precision
+        self._reset()
+
+    def _reset(self) -> None:
+        """Everything that belongs to one run of the trainer."""
+        self._module: Module | None = None
+        self._masters = Masters(self.master)
+        self._device_type = "cpu"
+        self._guard_edits = False
+        self._steppers: dict[int, BucketedStep | CoupledStep] = {}
+        self._handles: list[RemovableHandle] = []
+        self._is_ddp = False
+        self._reducer: Fp32Reducer | None = None
+        self._backends_before: list[tuple[Any, str, Any]] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        # a copy is the recipe, without the tensors and hooks of a run
+        return {
+            "precision": self._requested,
+            "master": self.master,
+            "fp32_modules": self.fp32_modules,
+            "autocast": self.autocast,
+            "bucket_mib": self.bucket_mib,
+            "reduce_dtype": self.reduce_dtype,
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        state = dict(state)
+        self.__init__(state.pop("precision"), **state)  # type: ignore[misc]
+
+    def __repr__(self) -> str:
+        settings = {**self.__getstate__(), "fp32_modules": [getattr(e, "__qualname__", e) for e in self.fp32_modules]}
+        precision = settings.pop("precision")
+        return f"{type(self).__name__}({precision!r}, {', '.join(f'{k}={v!r}' for k, v in settings.items())})"
+
+    # --- before training -----------------------------------------------------------------------------------------------
+
+    def convert_module(self, module: Module) -> Module:
+        """Take the masters of the module's fp32 parameters, and cast the parameters to bf16, in place.
+
+        Args:
+            module: its weights are those of a fresh initialisation or of a checkpoint, in fp32.
+
+        Returns:
+            ``module``.
+        """
+        self._restore_module()  # a run that was broken off without teardown
+        self.precision = self._requested  # type: ignore[assignment]
+        device = root_device(module)
+        self._device_type = device.type
+        if self._requested == "auto":
+            computes, reason = bf16_support(device)
+            self.precision = "bf16-master" if computes else "32-true"  # type: ignore[assignment]
+            rank_zero_info(f"precision 'auto' is {self.precision!r} here: {reason}.")
+        if self.precision == "32-true":
+            return module
+        check_bf16(self.precision, device)
+        self._accumulate_products_in_fp32()
+        if self.precision == "bf16-mixed":
+            return module
+        check_strategy(module)
+        check_module(module)
+        self._module = module
+        for name, param in parameters_to_cast(module, self.fp32_modules):
+            self._masters.adopt(param, name)
+        self._handles += attach_state_dict_hooks(module, self._masters)
+        self._report_infinite()
+        trainer = getattr(module, "_trainer", None)
+        self._guard_edits = may_edit_between_steps(module, trainer)
+        if trainer is not None and trainer.training:
+            # whoever edits before the first step, in on_fit_start say: there are no gradients yet that would need the memory
+            self._masters.raise_guards()
+        return module
+
+    def connect(
+        self, model: Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
+    ) -> tuple[Module, list[Optimizer], list[Any]]:
+        """Make the optimizers ready for fp32 masters; called once the module is on its device."""
+        if len(self._masters):
+            self._masters.to_device()
+            for optimizer in optimizers:
+                self._stepper(optimizer)
+            self._is_ddp = isinstance(model, DistributedDataParallel)
+            if isinstance(model, DistributedDataParallel):
+                self._connect_ddp(model)
+        return model, optimizers, lr_schedulers
+
+    def _connect_ddp(self, model: DistributedDataParallel) -> None:
+        if self.reduce_dtype != "fp32":
+            return
+        strategy = cast(Any, self._module).trainer.strategy
+        if getattr(strategy, "_ddp_comm_hook", None) is not None and strategy.root_device.type == "cuda":
+            rank_zero_warn(
+                "The strategy has a ddp_comm_hook, so gradients are averaged as that hook does, and accumulated in bf16. Leave"
+                " the hook out for fp32, or set reduce_dtype='parameter' to hide this warning."
+            )
+            return
+        self._reducer = Fp32Reducer(model, [master.param for master in self._masters])
+
+    def _stepper(self, optimizer: Optimizer) -> BucketedStep | CoupledStep:
+        """The object that steps this optimizer on masters; made when the optimizer is seen first."""
+        stepper = self._steppers.get(id(optimizer))
+        if stepper is None:
+            check_optimizer(optimizer)
+            self._handles += prepare(optimizer, self._masters)
+            if is_coupled(optimizer):
+                name = type(optimizer).__qualname__
+                log.info(
+                    "%s is not known to update each parameter by itself, so it is given all fp32 masters at once: 8 bytes per"
+                    " parameter of temporary memory in each step.",
+                    name,
+                )
+                stepper = CoupledStep(optimizer, self._masters)
+            else:
+                stepper = BucketedStep(optimizer, self._masters, self.bucket_mib * MIB)
+            self._steppers[id(optimizer)] = stepper
+        return stepper
+
+    def _accumulate_products_in_fp32(self) -> None:
+        """Switch torch's reduced-precision reductions off until teardown."""
+        matmul = torch.backends.cuda.matmul
+        for name in ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction"):
+            self._backends_before.append((matmul, name, getattr(matmul, name)))
+            setattr(matmul, name, False)
+
+    def _report_infinite(self) -> None:
+        infinite = [
+            self._masters.name(master)
+            for master in self._masters
+            if bool((master.param.isinf() & master.value().isfinite()).any())
+        ]
+        if infinite:
+            rank_zero_warn(
+                f"Values beyond bf16's largest finite number (3.39e38) are infinite in the bf16 parameters of"
+                f" {', '.join(infinite[:5])}. Their masters are finite. Keep these modules in fp32 with fp32_modules."
+            )
+
+    # --- forward and backward ------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def forward_context(self) -> Generator[None, None, None]:
+        """Autocast to bf16, unless the precision is ``32-true`` or ``autocast`` is off."""
+        if self.precision in ("bf16-mixed", "bf16-master") and (self.autocast or self.precision == "bf16-mixed"):
+            with torch.autocast(self._device_type, dtype=BF16, cache_enabled=False):
+                yield
+        else:
+            yield
+
+    @contextmanager
+    def train_step_context(self) -> Generator[None, None, None]:
+        """The context of ``training_step``. Edits since the last step become part of the masters as it is entered."""
+        self._masters.drop_guards()
+        with self.forward_context():
+            yield
+
+    def backward(
+        self, tensor: Tensor, model: pl.LightningModule, optimizer: Steppable | None, *args: Any, **kwargs: Any
+    ) -> None:
+        """Run backward, with gradients that are there already accumulated in fp32."""
+        self._masters.drop_guards()  # in manual optimization there may have been a step since forward began
+        if self._reducer is not None:
+            self._reducer.before_backward()
+        elif not self._is_ddp:
+            accumulate_in_fp32(master.param for master in self._masters)
+        super().backward(tensor, model, optimizer, *args, **kwargs)
+        if self._reducer is not None:
+            self._reducer.after_backward()
+
+    # --- the optimizer step --------------------------------------------------------------------------------------------
+
+    def optimizer_step(self, optimizer: Steppable, model: pl.LightningModule, closure: Callable[[], Any], **kwargs: Any) -> Any:
+        """Run the closure, the hooks and gradient clipping, then step the optimizer on the fp32 masters."""
+        if not len(self._masters):
+            return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
+        unwrapped = cast(Optimizer, optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer)
+        stepper = self._stepper(unwrapped)
+        if isinstance(stepper, CoupledStep):
+            if closure is do_nothing_closure and requires_closure(unwrapped):
+                raise MisconfigurationException(
+                    f"{type(unwrapped).__qualname__} evaluates the model inside step() and was given no closure. Pass one that"
+                    " computes the loss, calls manual_backward and returns the loss: optimizer.step(closure=...)."
+                )
+            result = stepper.run(lambda: self._wrap_closure(model, optimizer, closure), **kwargs)
+        else:
+            result = closure()
+            if self._reducer is not None:
+                self._reducer.after_backward()  # a static graph reduces its first gradients late
+            self._after_closure(model, optimizer)
+            self._masters.settle()
+            stepper.run(**kwargs)
+        if self._guard_edits:
+            self._masters.raise_guards()
+        return result
+
+    def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        """Clip by the joint 2-norm, computed in fp32. Clipped bf16 gradients are rounded to bf16 once."""
+        if not len(self._masters):
+            super().clip_grad_by_norm(optimizer, clip_val)
+        else:
+            clip_by_norm_(cast(Iterable[Any], self.main_params(optimizer)), clip_val)
+
+    # --- masters -------------------------------------------------------------------------------------------------------
+
+    def masters(self) -> dict[str, Tensor]:
+        """The fp32 masters by parameter name, while the trainer runs.
+
+        Returns:
+            A new dict of new fp32 tensors, one for each of the module's ``named_parameters()`` that is floating; a parameter
+            that is fp32 itself is its own master. Edits of parameters are in them. It takes 4 bytes per parameter.
+
+        Raises:
+            RuntimeError: no run is active. Outside one, the module's own parameters are the masters.
+        """
+        return {
+            name: param.detach().clone() if master is None else master.value() for name, param, master in self._named_masters()
+        }
+
+    def set_masters(self, values: Mapping[str, Tensor]) -> None:
+        """Set masters, and the parameters with them.
+
+        Args:
+            values: by parameter name, tensors of the parameter's shape and any floating dtype. Parameters that are not named
+                stay as they are.
+
+        Raises:
+            KeyError: a name is not one of :meth:`masters`; nothing is changed.
+            ValueError: a shape differs; nothing is changed.
+            RuntimeError: no run is active.
+        """
+        named = {name: (param, master) for name, param, master in self._named_masters(remove_duplicate=False)}
+        for name, value in values.items():
+            if name not in named:
+                raise KeyError(f"There is no master {name!r}; the first of {len(named)} names are {list(named)[:5]}.")
+            if value.shape != named[name][0].shape:
+                raise ValueError(f"{name!r} has shape {tuple(named[name][0].shape)}, got {tuple(value.shape)}.")
+        with torch.no_grad():
+            for name, value in values.items():
+                param, master = named[name]
+                if master is None:
+                    param.copy_(value)
+                else:
+                    master.set_(value)
+
+    @contextmanager
+    def fp32_parameters(self) -> Generator[None, None, None]:
+        """A context in which the module's parameters are fp32, with the masters' values.
+
+        For export or for an evaluation in full precision. It takes 4 bytes per parameter. What is written to the parameters
+        inside becomes the masters. Outside a run it does nothing, as the parameters are fp32 then.
+
+        Example:
+            >>> from lightning_mp import MasterWeightPrecision
+            >>> plugin = MasterWeightPrecision("bf16-master")
+            >>> with plugin.fp32_parameters():
+            ...     pass  # in a callback: torch.onnx.export(pl_module, ...)
+        """
+        if self._module is None:
+            yield
+        else:
+            with fp32_parameters(self._module, self._masters):
+                yield
+
+    def master_tensors(self) -> list[Tensor]:
+        """What is kept beside the parameters: the remainders and the full copies. Empty without 16-bit parameters."""
+        return [tensor for master in self._masters for tensor in master.tensors]
+
+    def _named_masters(self, remove_duplicate: bool = True) -> list[tuple[str, Any, Any]]:
+        if self._module is None:
+            raise RuntimeError(
+                "There are no masters now: they exist while a Trainer with precision 'bf16-master' runs. Before and after, the"
+                " module's own parameters are the masters, in fp32."
+            )
+        return [
+            (name, param, self._masters.get(param))
+            for name, param in self._module.named_parameters(remove_duplicate=remove_duplicate)
+            if param.is_floating_point()
+        ]
+
+    # --- checkpoints ---------------------------------------------------------------------------------------------------
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Say in the checkpoint how it was made.
+
+        Keys of ``checkpoint["lightning_mp"]``: ``format`` (1), ``precision``, ``master``, and ``full_copies``, the names of
+        the parameters that have a full copy. The masters themselves are in ``checkpoint["state_dict"]``.
+        """
+        checkpoint[CHECKPOINT_KEY] = {
+            "format": 1,
+            "precision": str(self.precision),
+            "master": str(self.master),
+            "full_copies": self._masters.full_copies,
+        }
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Take up where the checkpoint left off, and say what it lacks."""
+        saved = checkpoint.get(CHECKPOINT_KEY)
+        if len(self._masters):
+            if self.master == "copy" and saved is not None:
+                self._masters.make_full(self._masters.named(saved["full_copies"]))
+            if any(
+                isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16)
+                for value in checkpoint["state_dict"].values()
+            ):
+                rank_zero_warn(
+                    "The checkpoint holds 16-bit weights, so the fp32 masters start from rounded values. A checkpoint saved"
+                    " under 'bf16-master', 'bf16-mixed' or '32-true' has them in full."
+                )
+        if saved is not None and saved["precision"] != self.precision:
+            rank_zero_info(f"The checkpoint was saved under {saved['precision']!r}; the run goes on under {self.precision!r}.")
+
+    # --- after training ------------------------------------------------------------------------------------------------
+
+    def teardown(self) -> None:
+        """Give the module fp32 parameters with the masters' values, and put torch's switches back."""
+        self._restore_module()
+
+    def _restore_module(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._masters.release()
+        for owner, name, value in self._backends_before:
+            setattr(owner, name, value)
+        self._reset()
+
+
+def check_optimizer(optimizer: Optimizer) -> None:
+    """Refuse an optimizer that cannot be stepped on masters.
+
+    Raises:
+        MisconfigurationException: it shards its parameters over ranks.
+    """
+    sharded = [cls.__qualname__ for cls in type(optimizer).__mro__ if cls.__qualname__ in ("ZeroRedundancyOptimizer",)]
+    if sharded:
+        raise MisconfigurationException(
+            f"{type(optimizer).__qualname__} keeps its parameters in shards, on which masters cannot stand in. Use a plain"
+            " torch optimizer, or precision 'bf16-mixed'."
+        )
+
+
+def _check_choice(name: str, value: object, legal: tuple[str, ...]) -> None:
+    if value in legal:
+        return
+    if name == "precision" and value in PLANNED:
+        raise ValueError(
+            f"precision={value!r} is not available yet: fp16 needs loss scaling. Legal are {', '.join(map(repr, legal))};"
+            " use 'bf16-master' or 'bf16-mixed', or Lightning's own precision='16-mixed' on a GPU."
+        )
+    hint = ""
+    if name == "precision" and value in ("bf16-true", "16-true", "64-true"):
+        hint = f" {value!r} is Lightning's own: pass precision={value!r} to the Trainer, and no precision plugin."
+    raise ValueError(f"{name}={value!r} is not one of {', '.join(map(repr, legal))}.{hint}")
