@@ -331,6 +331,11 @@ class MasterWeightPrecision(Precision):
 
     # --- masters -------------------------------------------------------------------------------------------------------
 
+    @property
+    def has_masters(self) -> bool:
+        """Whether the precision is one with 16-bit parameters and fp32 masters. ``auto`` is not, until a run resolves it."""
+        return str(self.precision) == "bf16-master"
+
     def masters(self) -> dict[str, Tensor]:
         """The fp32 masters by parameter name, while the trainer runs.
 

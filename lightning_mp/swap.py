@@ -115,6 +115,10 @@ class _Piece:
         return elements.as_strided(self.param.size(), self.param.stride(), elements.storage_offset())
 
 
+def _size(pieces: list[_Piece]) -> int:
+    return sum(piece.size for piece in pieces)
+
+
 class _Bucket:
     """The pieces that are stepped together, with the aliases that a step needs of their memory and of its scratch."""
 
@@ -123,7 +127,7 @@ class _Bucket:
         self.is_full = pieces[0].master.full is not None
         device = pieces[0].param.device
         sizes = [piece.size for piece in pieces]
-        total = sum(sizes)
+        total = _size(pieces)
         self.params = [piece.of(piece.param.detach()) for piece in pieces]
         self.param_bits = [param.view(torch.int16) for param in self.params]
         gradients = scratch.get("gradient", total, device)
@@ -300,9 +304,13 @@ class BucketedStep:
                 if any(lists) or not self._plan:
                     result = optimizer.step(**kwargs)
                 for pieces, bucket in zip(self._plan, self._buckets, strict=True):
-                    if bucket is None:
-                        bucket = _Bucket(pieces, _Scratch(sum(piece.size for piece in pieces)))
-                    result = self._step_bucket(bucket, lists, kwargs)
+                    if bucket is not None:
+                        result = self._step_bucket(bucket, lists, kwargs)
+                    else:
+                        result = self._step_bucket(_Bucket(pieces, _Scratch(_size(pieces))), lists, kwargs)
+                        for piece in pieces:  # lets go of the scratch
+                            piece.stand_in = piece.param
+                            lists[piece.group].clear()
             finally:
                 for params, original in zip(lists, originals, strict=True):
                     params[:] = original
@@ -337,7 +345,7 @@ class BucketedStep:
                 self._plan[-1].append(piece)
                 filled += piece.size
                 room = strided  # a sparse gradient has its bucket to itself
-        totals = [sum(piece.size for piece in pieces) for pieces in self._plan]
+        totals = [_size(pieces) for pieces in self._plan]
         scratch = _Scratch(max((total for total in totals if total <= self._limit), default=0))
         self._buckets = [
             _Bucket(pieces, scratch) if total <= self._limit else None for pieces, total in zip(self._plan, totals, strict=True)
@@ -466,8 +474,8 @@ class CoupledStep:
         self._optimizer = optimizer
         self._masters = masters
         self._lists: list[list[Tensor]] = []
-        self._originals: list[list[Parameter]] = []
-        self._stand_ins: dict[Parameter, Tensor] = {}
+        self._originals: list[list[Tensor]] = []
+        self._stand_ins: dict[Tensor, Tensor] = {}
 
     def run(self, closure: Callable[[], Any], **kwargs: Any) -> Any:
         """Step once, with ``closure`` as the optimizer's closure.

@@ -63,7 +63,7 @@ class Trainer(pl.Trainer):
                 )
             kwargs["plugins"] = [*plugins, precision_plugin]
         super().__init__(precision=precision, **kwargs)
-        if isinstance(self.precision_plugin, MasterWeightPrecision) and self.precision_plugin.precision == "bf16-master":
+        if isinstance(self.precision_plugin, MasterWeightPrecision) and self.precision_plugin.has_masters:
             check_strategy(self.strategy)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch.nn import Parameter
 
 from lightning_mp.masters import Masters
-from lightning_mp.swap import BucketedStep, is_coupled, prepare
+from lightning_mp.swap import BucketedStep, CoupledStep, is_coupled, prepare
 from tests.reference import fp32_run, same_bits
 
 optim = torch.optim
@@ -182,9 +182,6 @@ def test_updates_below_half_an_ulp_are_not_lost(storage):
 def test_an_optimizer_that_raises_leaves_parameters_masters_and_groups_as_they_were():
     initial = parameters()
 
-    class Failing(optim.SGD):
-        pass
-
     def make(params):
         return optim.SGD(params, lr=0.1, momentum=0.9)
 
@@ -223,23 +220,41 @@ def test_step_hooks_of_users_run_once_and_see_the_modules_parameters():
     assert len(optimizer._optimizer_step_pre_hooks) == 1
 
 
-def test_attributes_that_users_set_on_parameters_reach_the_optimizer():
-    class ByAttribute(optim.SGD):
-        @torch.no_grad()
-        def step(self, closure=None):
-            for group in self.param_groups:
-                for param in group["params"]:
-                    param.sub_(param.grad * param.scale)
+class ByAttribute(optim.Optimizer):
+    """SGD with a learning rate that the user sets on each parameter."""
 
-    # elementwise by what it does, but unknown by its type
-    assert is_coupled(ByAttribute([Parameter(torch.ones(1))]))
+    def __init__(self, params):
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.sub_(param.grad * param.scale)
+
+
+@pytest.mark.parametrize("storage", ["split", "copy"])
+def test_an_unknown_optimizer_gets_all_masters_with_the_attributes_of_their_parameters(storage):
+    params = [Parameter(torch.full((3,), 1.001)), Parameter(torch.full((2,), -2.002))]
+    masters = Masters(storage)
+    for index, param in enumerate(params):
+        masters.adopt(param, str(index))
+        param.scale = 1e-4 * (index + 1)
+        param.grad = torch.ones_like(param)
+    optimizer = ByAttribute(params)
+    assert is_coupled(optimizer)
+    CoupledStep(optimizer, masters).run(lambda: None)
+    for index, (param, start) in enumerate(zip(params, (1.001, -2.002), strict=True)):
+        expected = torch.full_like(param, start, dtype=torch.float32) - torch.ones(()) * (1e-4 * (index + 1))
+        assert same_bits(masters.get(param).value(), expected.detach())
+        assert optimizer.param_groups[0]["params"][index] is param
 
 
 def test_an_edited_parameter_takes_part_with_its_new_value():
     initial = parameters()
     gradients = recorded_gradients(initial, 1)
     for storage in ("split", "copy"):
-        params, masters, optimizer = run_on_masters(initial, gradients, OPTIMIZERS["SGD"], storage)
+        params, masters, _ = run_on_masters(initial, gradients, OPTIMIZERS["SGD"], storage)
         before = masters.get(params[0]).value()
         masters.raise_guards()
         params[0].data[0] = 0.5

@@ -1,0 +1,1 @@
+"""Examples that run as they stand, from the root of a checkout."""
