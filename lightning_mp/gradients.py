@@ -8,8 +8,8 @@ added, the sum goes over to fp32:
 * under DistributedDataParallel, which demands gradients of the parameter's dtype, by taking the sum away before backward and
   adding it in afterwards.
 
-DistributedDataParallel also averages over the ranks in the gradient's dtype. :class:`Fp32Reducer` registers a communication hook
-that averages in fp32, and leaves the fp32 average in ``parameter.grad``.
+DistributedDataParallel also averages over the ranks in the gradient's dtype. :class:`Fp32Reducer` registers a communication
+hook that averages in fp32, and leaves the fp32 average in ``parameter.grad``.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ FP32 = torch.float32
 def accumulate_in_fp32(params: Iterable[Parameter]) -> None:
     """Make autograd accumulate in fp32 for those parameters that hold a 16-bit gradient already.
 
-    To be called before a backward, on one device. A parameter that was once treated so stays so: its gradients are fp32 from the
-    first micro-batch on, which takes 2 more bytes per parameter.
+    To be called before a backward, on one device. A parameter that was once treated so stays so: its gradients are fp32 from
+    the first micro-batch on, which takes 2 more bytes per parameter.
 
     Args:
         params: bf16 parameters.

@@ -64,8 +64,8 @@ class Master:
         else:
             param.data = param.data.clone()  # dense, and nobody else's memory
             self.remainder = torch.zeros_like(param, dtype=torch.int16, requires_grad=False)
+        param.grad_dtype = param.dtype  # it may have been set by an earlier run
         if grad is not None:
-            param.grad_dtype = param.dtype
             param.grad = grad.to(param.dtype)
         self.version = param._version
 
@@ -156,6 +156,24 @@ class Masters:
         self._edits_reported = False
         #: Changes whenever a remainder, a full copy or a parameter's memory is replaced, for those who hold aliases.
         self.generation = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_masters": list(self), "_names": [self.name(master) for master in self]}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        ids = [id(master.param) for master in state["_masters"]]
+        self.__dict__.update(state)
+        self._masters = dict(zip(ids, state["_masters"], strict=True))
+        self._names = dict(zip(ids, state["_names"], strict=True))
+
+    def only(self, params: Iterable[Tensor | None]) -> Masters:
+        """The masters of ``params``, as an object of its own."""
+        some = Masters(self.storage)
+        for param in params:
+            if param is not None and (master := self.get(param)) is not None:
+                some._masters[id(param)] = master
+                some._names[id(param)] = self.name(master)
+        return some
 
     def __len__(self) -> int:
         return len(self._masters)

@@ -5,23 +5,20 @@ from __future__ import annotations
 import logging
 import re
 from collections import defaultdict
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
-from lightning_mp.masters import Master, Masters
+from lightning_mp.masters import Masters
 
 log = logging.getLogger(__name__)
 
@@ -125,13 +122,9 @@ def attach_state_dict_hooks(module: Module, masters: Masters) -> list[RemovableH
     """
     handles = []
     for child in module.modules():
-        owned = {
-            name: master for name, param in child._parameters.items() if param is not None and (master := masters.get(param))
-        }
-        if owned:
-            hooks = _StateDictHooks(owned)
-            handles.append(child._register_state_dict_hook(hooks.save))
-            handles.append(child.register_load_state_dict_pre_hook(hooks.load))
+        hooks = _StateDictHooks(child, masters)
+        handles.append(child._register_state_dict_hook(hooks.save))
+        handles.append(child.register_load_state_dict_pre_hook(hooks.load))
     names: dict[int, list[str]] = defaultdict(list)
     for name, param in module.named_parameters(remove_duplicate=False):
         if masters.get(param) is not None:
@@ -143,26 +136,33 @@ def attach_state_dict_hooks(module: Module, masters: Masters) -> list[RemovableH
 
 
 class _StateDictHooks:
-    """The hooks of one module, for the parameters that it holds itself. They are copied and pickled with the module."""
+    """The hooks of one module, for the parameters that it holds itself. In a copy of the module they go on with its masters."""
 
-    def __init__(self, masters: dict[str, Master]) -> None:
+    def __init__(self, module: Module, masters: Masters) -> None:
+        self._module = module
         self._masters = masters
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_module": self._module, "_masters": self._masters.only(self._module._parameters.values())}
+
     def save(self, module: Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
-        for name, master in self._masters.items():
-            key = prefix + name
+        # looked up now: pruning, for one, gives parameters other names
+        for name, param in module._parameters.items():
+            master = None if param is None else self._masters.get(param)
             # with keep_vars=True the live parameters are asked for
-            if key in state_dict and not isinstance(state_dict[key], Parameter):
-                state_dict[key] = master.value()
+            if master is not None and not isinstance(state_dict.get(prefix + name), (Parameter, type(None))):
+                state_dict[prefix + name] = master.value()
 
     def load(self, module: Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-        for name, master in self._masters.items():
-            key = prefix + name
-            value = state_dict.get(key)
+        for name, param in module._parameters.items():
+            master = None if param is None else self._masters.get(param)
+            value = state_dict.get(prefix + name)
             # what does not fit is left to torch, which knows how to complain
-            if isinstance(value, Tensor) and value.shape == master.param.shape and value.is_floating_point():
+            if master is None or not isinstance(value, Tensor) or value.shape != master.param.shape:
+                continue
+            if value.is_floating_point():
                 master.set_(value)
-                state_dict[key] = master.param  # copied onto itself, so that nothing is rounded again
+                state_dict[prefix + name] = master.param  # copied onto itself, so that nothing is rounded again
 
 
 class _TiedNames:
@@ -204,52 +204,3 @@ def fp32_parameters(module: Module, masters: Masters) -> Generator[None, None, N
             master = masters.get(param)
             assert master is not None
             master.set_(stand_ins[id(param)])
-
-
-# --- who may edit weights --------------------------------------------------------------------------------------------------
-
-#: Hooks of a LightningModule in which user code runs between the end of a step and the next forward.
-BETWEEN_STEPS = (
-    "lr_scheduler_step",
-    "on_before_batch_transfer",
-    "on_after_batch_transfer",
-    "on_fit_start",
-    "on_save_checkpoint",
-    "on_train_batch_end",
-    "on_train_batch_start",
-    "on_train_epoch_end",
-    "on_train_epoch_start",
-    "on_train_start",
-    "on_validation_batch_end",
-    "on_validation_batch_start",
-    "on_validation_end",
-    "on_validation_epoch_end",
-    "on_validation_epoch_start",
-    "on_validation_model_eval",
-    "on_validation_model_train",
-    "on_validation_start",
-    "optimizer_step",
-    "transfer_batch_to_device",
-)
-#: Callbacks of Lightning's own that write to parameters.
-EDITING_CALLBACKS = (ModelPruning, StochasticWeightAveraging, WeightAveraging)
-_TRUSTED_PACKAGES = ("lightning.pytorch.callbacks.", "lightning_mp.callbacks.")
-
-
-def may_edit_between_steps(module: Module, trainer: pl.Trainer | None) -> bool:
-    """Whether code that could write to parameters runs between the end of a step and the next forward.
-
-    That is so in manual optimization, if the module overrides one of :data:`BETWEEN_STEPS`, or if there is a callback other
-    than Lightning's own that do not touch weights. Without a trainer it is assumed.
-    """
-    if trainer is None or not isinstance(module, pl.LightningModule):
-        return True
-    callbacks: Iterable[Any] = getattr(trainer, "callbacks", ())
-    return (
-        not module.automatic_optimization
-        or any(is_overridden(hook, module) for hook in BETWEEN_STEPS)
-        or any(
-            isinstance(callback, EDITING_CALLBACKS) or not f"{type(callback).__module__}.".startswith(_TRUSTED_PACKAGES)
-            for callback in callbacks
-        )
-    )

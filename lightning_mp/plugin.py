@@ -37,7 +37,6 @@ from lightning_mp.module import (
     attach_state_dict_hooks,
     check_module,
     fp32_parameters,
-    may_edit_between_steps,
     parameters_to_cast,
 )
 from lightning_mp.strategies import check_strategy, root_device
@@ -65,9 +64,10 @@ class MasterWeightPrecision(Precision):
     ``auto``         ``bf16-master`` where the device computes bf16, else ``32-true``
     ===============  =====================================================================  ============================
 
-    The bytes are those of weights, masters, gradients and AdamW's two moments. Under ``bf16-master`` the optimizer holds the
-    module's parameters as ever; fp32 masters stand in for them only while it steps. Every checkpoint holds the masters under the
-    usual names. When the trainer is done, the module gets fp32 parameters back, with the masters' values.
+    The bytes are those of weights, masters, gradients and AdamW's two moments, which is what is kept through forward and
+    backward; a parameter that stays fp32 takes 16. Under ``bf16-master`` the optimizer holds the module's parameters as ever;
+    fp32 masters stand in for them only while it steps. Every checkpoint holds the masters under the usual names. When the
+    trainer is done, the module gets fp32 parameters back, with the masters' values.
 
     Args:
         precision: one of the above.
@@ -136,12 +136,12 @@ class MasterWeightPrecision(Precision):
         self._module: Module | None = None
         self._masters = Masters(self.master)
         self._device_type = "cpu"
-        self._guard_edits = False
         self._steppers: dict[int, BucketedStep | CoupledStep] = {}
         self._handles: list[RemovableHandle] = []
         self._is_ddp = False
         self._reducer: Fp32Reducer | None = None
         self._backends_before: list[tuple[Any, str, Any]] = []
+        self._last_full_copies: list[str] = []  # of the run before, which may be saved yet
 
     def __getstate__(self) -> dict[str, Any]:
         # a copy is the recipe, without the tensors and hooks of a run
@@ -175,6 +175,7 @@ class MasterWeightPrecision(Precision):
             ``module``.
         """
         self._restore_module()  # a run that was broken off without teardown
+        self._last_full_copies = []
         self.precision = self._requested  # type: ignore[assignment]
         device = root_device(module)
         self._device_type = device.type
@@ -196,7 +197,6 @@ class MasterWeightPrecision(Precision):
         self._handles += attach_state_dict_hooks(module, self._masters)
         self._report_infinite()
         trainer = getattr(module, "_trainer", None)
-        self._guard_edits = may_edit_between_steps(module, trainer)
         if trainer is not None and trainer.training:
             # whoever edits before the first step, in on_fit_start say: there are no gradients yet that would need the memory
             self._masters.raise_guards()
@@ -283,7 +283,7 @@ class MasterWeightPrecision(Precision):
         with self.forward_context():
             yield
 
-    def backward(
+    def backward(  # type: ignore[override]  # as in Lightning's own plugins
         self, tensor: Tensor, model: pl.LightningModule, optimizer: Steppable | None, *args: Any, **kwargs: Any
     ) -> None:
         """Run backward, with gradients that are there already accumulated in fp32."""
@@ -298,7 +298,9 @@ class MasterWeightPrecision(Precision):
 
     # --- the optimizer step --------------------------------------------------------------------------------------------
 
-    def optimizer_step(self, optimizer: Steppable, model: pl.LightningModule, closure: Callable[[], Any], **kwargs: Any) -> Any:
+    def optimizer_step(  # type: ignore[override]  # as in Lightning's own plugins
+        self, optimizer: Steppable, model: pl.LightningModule, closure: Callable[[], Any], **kwargs: Any
+    ) -> Any:
         """Run the closure, the hooks and gradient clipping, then step the optimizer on the fp32 masters."""
         if not len(self._masters):
             return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
@@ -318,8 +320,7 @@ class MasterWeightPrecision(Precision):
             self._after_closure(model, optimizer)
             self._masters.settle()
             stepper.run(**kwargs)
-        if self._guard_edits:
-            self._masters.raise_guards()
+        self._masters.raise_guards()
         return result
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
@@ -423,7 +424,7 @@ class MasterWeightPrecision(Precision):
             "format": 1,
             "precision": str(self.precision),
             "master": str(self.master),
-            "full_copies": self._masters.full_copies,
+            "full_copies": self._masters.full_copies if self._module is not None else self._last_full_copies,
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -452,10 +453,12 @@ class MasterWeightPrecision(Precision):
     def _restore_module(self) -> None:
         for handle in self._handles:
             handle.remove()
+        last_full_copies = self._masters.full_copies
         self._masters.release()
         for owner, name, value in self._backends_before:
             setattr(owner, name, value)
         self._reset()
+        self._last_full_copies = last_full_copies
 
 
 def check_optimizer(optimizer: Optimizer) -> None:

@@ -40,8 +40,8 @@ def check_strategy(strategy_or_module: Any) -> None:
         return
     raise MisconfigurationException(
         f"precision 'bf16-master' does not work with {type(strategy).__qualname__}. It works with"
-        f" {' and '.join(cls.__name__ for cls in SUPPORTED)}: pass strategy='auto' or 'ddp', or, for a strategy that shards, its own"
-        " precision='bf16-mixed', which keeps fp32 parameters."
+        f" {' and '.join(cls.__name__ for cls in SUPPORTED)}: pass strategy='auto' or 'ddp', or, for a strategy that shards,"
+        " Lightning's precision='bf16-mixed', which keeps fp32 parameters."
     )
 
 

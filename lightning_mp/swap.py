@@ -266,8 +266,8 @@ class BucketedStep:
     Args:
         optimizer: not coupled (see :func:`is_coupled`); its groups hold the module's parameters.
         masters: the masters of those parameters that have one; the others are stepped as they are.
-        bucket_bytes: bound on the scratch memory, see :data:`SCRATCH_BYTES`. A parameter that cannot be sliced and needs more gets
-            memory of its own for the time of its bucket.
+        bucket_bytes: bound on the scratch memory, see :data:`SCRATCH_BYTES`. A parameter that cannot be sliced and needs
+            more gets memory of its own for the time of its bucket.
     """
 
     def __init__(self, optimizer: Optimizer, masters: Masters, bucket_bytes: float) -> None:
@@ -421,7 +421,7 @@ def _swap_state_out(state: dict[Any, Any], piece: _Piece) -> None:
     piece.views.clear()
 
 
-def _with_attributes(stand_in: Tensor, param: Parameter) -> Tensor:
+def _with_attributes(stand_in: Tensor, param: Tensor) -> Tensor:
     # some optimizers are steered by attributes that users set on their parameters
     if param.__dict__:
         stand_in.__dict__.update(param.__dict__)

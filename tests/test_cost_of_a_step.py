@@ -21,7 +21,7 @@ MIB = 2**20
 
 
 class Net(L.LightningModule):
-    """Two layers; hooks of its own, so that edits between steps are possible and guards are raised."""
+    """Two layers and a norm, with an optimizer that makes no sync of its own."""
 
     def __init__(self):
         super().__init__()
@@ -31,9 +31,6 @@ class Net(L.LightningModule):
 
     def training_step(self, batch, batch_idx):
         return torch.nn.functional.mse_loss(self.head(self.norm(self.body(batch[0]))), batch[1])
-
-    def on_train_batch_end(self, *_):
-        pass
 
     def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters(), lr=1e-3, fused=True)

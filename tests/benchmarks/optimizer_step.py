@@ -4,8 +4,8 @@
 
 The candidates alternate in one process, so that what else the machine does falls on all of them alike. Printed are medians over
 the rounds, and the median of the ratio to torch in the same round. "edit check" is what it takes, beside the step, to find out
-whether somebody wrote to the parameters since the last one: always with copies; with split masters only in runs where hooks or
-callbacks could have (there it is split in two: remember, compare).
+whether somebody wrote to the parameters since the last one: for split masters, to remember the parameters and to compare them
+when the next forward begins; for copies, to compare them with the copies before the next step.
 """
 
 from __future__ import annotations

@@ -54,8 +54,6 @@ def trainer_for(candidate: str, **kwargs: Any) -> L.Trainer:
 def fit(candidate: str, steps: int, batch_size: int, clip: float | None) -> list[float]:
     L.seed_everything(0, verbose=False)
     timer = StepTimer()
-    # lightning_mp's own monitors will be trusted not to edit weights, so this timer is to be trusted too
-    timer.__class__.__module__ = "lightning_mp.callbacks.timer"
     with tempfile.TemporaryDirectory() as root:
         trainer = trainer_for(
             candidate,
