@@ -4,9 +4,9 @@ autograd gives a bf16 parameter a bf16 gradient. That is what one backward compu
 parameter. But a *sum* in bf16 loses what is below half an ulp of it: 256 + 0.25 = 256. So as soon as a second gradient is to be
 added, the sum goes over to fp32:
 
-* on one device, by telling autograd to keep this gradient in fp32 from now on (``Tensor.grad_dtype``);
-* under DistributedDataParallel, which demands gradients of the parameter's dtype, by taking the sum away before backward and
-  adding it in afterwards.
+* on one device autograd itself adds to the fp32 gradient that it finds, as masters' parameters have a free ``grad_dtype``;
+* under DistributedDataParallel, which demands gradients of the parameter's dtype, the sum is taken away before backward and
+  added in afterwards.
 
 DistributedDataParallel also averages over the ranks in the gradient's dtype. :class:`Fp32Reducer` registers a communication
 hook that averages in fp32, and leaves the fp32 average in ``parameter.grad``.
@@ -26,20 +26,15 @@ FP32 = torch.float32
 
 
 def accumulate_in_fp32(params: Iterable[Parameter]) -> None:
-    """Make autograd accumulate in fp32 for those parameters that hold a 16-bit gradient already.
-
-    To be called before a backward, on one device. A parameter that was once treated so stays so: its gradients are fp32 from
-    the first micro-batch on, which takes 2 more bytes per parameter.
+    """Make those gradients fp32 that another is going to be added to; to be called before a backward, on one device.
 
     Args:
-        params: bf16 parameters.
+        params: bf16 parameters with ``grad_dtype=None``.
     """
     for param in params:
         grad = param.grad
         if grad is not None and grad.dtype != FP32 and grad.layout == torch.strided:
-            param.grad_dtype = None  # lets a gradient of another dtype in
             param.grad = grad.to(FP32)
-            param.grad_dtype = FP32
 
 
 class Fp32Reducer:
@@ -47,7 +42,7 @@ class Fp32Reducer:
 
     Args:
         model: the wrapped module, with no communication hook yet.
-        params: its bf16 parameters.
+        params: its bf16 parameters, with ``grad_dtype=None``.
 
     On every rank and after each backward ``parameter.grad`` is fp32: the sum of this rank's micro-batches so far while
     synchronisation is off, the average over ranks after the synchronised one. It takes 4 bytes per parameter from the end of
@@ -60,8 +55,6 @@ class Fp32Reducer:
         self._ids = {id(param) for param in self._params}
         self._sums: dict[int, Tensor] = {}  # fp32 gradients taken away during backward, by the parameter's id
         self._averages: dict[int, Tensor] = {}
-        for param in self._params:
-            param.grad_dtype = None  # lets the fp32 result in
         model.register_comm_hook(model.process_group, self._reduce)
 
     def before_backward(self) -> None:

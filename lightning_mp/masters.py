@@ -64,9 +64,8 @@ class Master:
         else:
             param.data = param.data.clone()  # dense, and nobody else's memory
             self.remainder = torch.zeros_like(param, dtype=torch.int16, requires_grad=False)
-        param.grad_dtype = param.dtype  # it may have been set by an earlier run
-        if grad is not None:
-            param.grad = grad.to(param.dtype)
+        param.grad_dtype = None  # bf16 as autograd makes it, fp32 as accumulation, reduction and users may
+        param.grad = None if grad is None else grad.to(param.dtype)
         self.version = param._version
 
     def __getstate__(self) -> dict[str, Any]:

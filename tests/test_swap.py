@@ -74,7 +74,7 @@ def recorded_gradients(initial, steps: int, seed: int = 1, missing: bool = False
     ]
 
 
-def run_on_masters(initial, gradients, make_optimizer, storage="split", bucket_bytes=2 * MIB, grad_dtype=None):
+def run_on_masters(initial, gradients, make_optimizer, storage="split", bucket_bytes=2 * MIB, grad_dtype=torch.bfloat16):
     masters = Masters(storage)
     params = [Parameter(value.clone()) for value in initial]
     for index, param in enumerate(params):
@@ -84,10 +84,7 @@ def run_on_masters(initial, gradients, make_optimizer, storage="split", bucket_b
     stepper = BucketedStep(optimizer, masters, bucket_bytes)
     for step in gradients:
         for param, gradient in zip(params, step, strict=True):
-            param.grad = None
-            param.grad_dtype = grad_dtype
-            if gradient is not None:
-                param.grad = gradient.clone() if grad_dtype is None else gradient.to(grad_dtype)
+            param.grad = None if gradient is None else gradient.to(grad_dtype, copy=True)
         masters.settle()
         stepper.run()
         held = [param for group in optimizer.param_groups for param in group["params"]]

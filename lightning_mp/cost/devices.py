@@ -7,27 +7,32 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 
 def bf16_support(device: torch.device) -> tuple[bool, str]:
-    """Whether the device computes bf16 matrix products natively.
+    """Whether the device is known to compute bf16 matrix products natively.
 
     Args:
         device: where the module runs.
 
     Returns:
-        ``(computes, reason)``; the reason is a clause for a log line. An unknown kind of device counts as one that does not.
+        ``(computes, reason)``; the reason is a clause for a log line. What is not known counts as no.
     """
     if device.type == "cuda":
         # without emulation: devices before compute capability 8.0 take bf16 tensors, slowly
         computes = torch.cuda.is_bf16_supported(including_emulation=False)
         name = torch.cuda.get_device_name(device)
-        return computes, f"{name} {'computes bf16' if computes else 'has no bf16 units (they came with compute capability 8.0)'}"
+        return computes, f"{name} computes bf16" if computes else f"{name} has no bf16 units (compute capability 8.0 has)"
     if device.type == "cpu":
-        capabilities = torch.cpu.get_capabilities()
-        units = [name for name in ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16") if capabilities.get(name)]
-        name = capabilities.get("cpu_name") or capabilities.get("architecture", "CPU")
-        return bool(units), f"the CPU ({name}) {'has ' + units[0] if units else 'has no bf16 instructions'}"
-    if device.type == "mps":
-        return False, "bf16 on mps is not tested"
+        units = _cpu_bf16_units()
+        return bool(units), f"the CPU has {units[0]}" if units else "the CPU is not known to have bf16 instructions"
     return False, f"nothing is known about bf16 on {device.type!r} devices"
+
+
+def _cpu_bf16_units() -> list[str]:
+    if hasattr(torch.cpu, "get_capabilities"):
+        capabilities = torch.cpu.get_capabilities()
+        return [name for name in ("amx_bf16", "avx512_bf16", "sve_bf16", "bf16") if capabilities.get(name)]
+    # torch 2.10 knows x86 only
+    checks = {"amx_bf16": "_is_amx_tile_supported", "avx512_bf16": "_is_avx512_bf16_supported"}
+    return [name for name, check in checks.items() if hasattr(torch.cpu, check) and getattr(torch.cpu, check)()]
 
 
 def check_bf16(precision: str, device: torch.device) -> None:
@@ -39,6 +44,6 @@ def check_bf16(precision: str, device: torch.device) -> None:
     computes, reason = bf16_support(device)
     if not computes and device.type != "cpu":
         raise MisconfigurationException(
-            f"precision {precision!r} needs a device that computes bf16, but {reason}. Use precision '32-true', or 'auto', which"
-            " picks what the device can do."
+            f"precision {precision!r} needs a device that computes bf16, but {reason}. Use precision '32-true', or 'auto',"
+            " which picks what the device can do."
         )
