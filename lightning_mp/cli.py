@@ -84,8 +84,11 @@ def main(args: Sequence[str] | None = None) -> int:
             return _compare(args[1:])
         elif args[0] == _WORKER:
             return _work(args[1])
-        else:
+        elif args[0] in MixedPrecisionCLI.subcommands() or args[0].startswith("-"):
             MixedPrecisionCLI(args)
+        else:
+            known = ", ".join([*MixedPrecisionCLI.subcommands(), "compare"])
+            raise UsageError(f"unknown command {args[0]!r}. Known commands: {known}.")
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)
         return BAD_INPUT
@@ -138,6 +141,7 @@ class MixedPrecisionCLI(LightningCLI):
     """
 
     def __init__(self, args: list[str], **kwargs: Any) -> None:
+        self._precision_error: UsageError | None = None
         parser_kwargs = {"prog": "lightning-mp", **kwargs.pop("parser_kwargs", {})}
         super().__init__(
             **{
@@ -165,7 +169,8 @@ class MixedPrecisionCLI(LightningCLI):
             try:
                 lightning_mp.MasterWeightPrecision(name)  # type: ignore[arg-type]  # the check of the name is the point
             except ValueError as error:
-                raise UsageError(f"trainer.precision_plugin: {error}") from error
+                hint = f" For a class write trainer.precision_plugin.class_path={name}." if "." in name else ""
+                raise UsageError(f"trainer.precision_plugin: {error}{hint}") from error
 
     def _parse_ckpt_path(self) -> None:
         """Take model arguments that the user did not give from the checkpoint's hyperparameters."""
@@ -198,7 +203,23 @@ class MixedPrecisionCLI(LightningCLI):
 
     def _add_instantiators(self) -> None:
         super()._add_instantiators()
-        self.parser.add_instantiator(_instantiate_precision, Precision, subclasses=True)
+        self.parser.add_instantiator(self._instantiate_precision, Precision, subclasses=True)
+
+    def _instantiate_precision(self, class_type: type[Precision], *args: Any, **kwargs: Any) -> Precision:
+        try:
+            return class_type(*args, **kwargs)
+        except (MisconfigurationException, ValueError) as error:
+            self._precision_error = UsageError(f"trainer.precision_plugin: {error}")
+            raise
+
+    def instantiate_classes(self) -> None:
+        """Build everything; what a precision plugin refuses is shown without a traceback."""
+        try:
+            super().instantiate_classes()
+        except (MisconfigurationException, ValueError) as error:  # may be jsonargparse's, around the plugin's
+            if self._precision_error is not None:
+                raise self._precision_error from error
+            raise
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Build the Trainer; what it refuses is the user's to mend, so it is shown without a traceback."""
@@ -209,13 +230,6 @@ class MixedPrecisionCLI(LightningCLI):
 
     def _of_subcommand(self, config: Namespace) -> Namespace:
         return config[config.subcommand]
-
-
-def _instantiate_precision(class_type: type[Precision], *args: Any, **kwargs: Any) -> Precision:
-    try:
-        return class_type(*args, **kwargs)
-    except (MisconfigurationException, ValueError) as error:
-        raise UsageError(f"trainer.precision_plugin: {error}") from error
 
 
 def _saved_hyperparameters(path: str) -> dict[str, Any]:
@@ -401,7 +415,8 @@ def _work(spec_file: str) -> int:
         cli.report.finish(cli.trainer, cli.notes)
     except Exception as error:  # whatever the user's code raised is this candidate's result
         traceback.print_exc()
-        events.send("failed", error=f"{type(error).__name__}: {error}")
+        kind = "" if isinstance(error, UsageError) else f"{type(error).__name__}: "
+        events.send("failed", error=f"{kind}{error}")
         return 1
     return 0
 

@@ -12,8 +12,7 @@ DistributedDataParallel also averages over the ranks in the gradient's dtype. :c
 hook that averages in fp32, and leaves the fp32 average in ``parameter.grad``.
 """
 
-from __future__ import annotations
-
+# no `from __future__ import annotations`: torch checks the annotations of a communication hook as objects
 from collections.abc import Iterable
 
 import torch

@@ -1,1 +1,1 @@
-"""."""
+"""Callbacks that measure a run, with our precision plugin or with any other."""

@@ -1,1 +1,1 @@
-"""."""
+"""What training costs, as arithmetic over devices and tensors."""

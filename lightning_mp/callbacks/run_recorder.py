@@ -1,0 +1,267 @@
+"""Record what a comparison needs from one run: the true loss, tokens and time of each optimizer step, and the memory.
+
+Three things are easy to get wrong, and each is settled here.
+
+*The true loss.* In automatic optimization Lightning divides the loss by `accumulate_grad_batches` before callbacks
+see it. It is multiplied back here and averaged in fp32 over the micro-batches of the step (the window).
+
+*The time of a step.* The clock runs from batch start to batch end, summed over the window, so waiting for data,
+validation and checkpoints are left out. On CUDA the host runs ahead of the device, so the clock is a pair of CUDA
+events.
+
+*Not disturbing what is measured.* Nothing is copied from the device during a step. Losses stay 0-dim tensors until
+`chunk_steps` of them are read at once, outside the clock: one device-to-host sync for each chunk. The first
+`FINGERPRINT_BATCHES` batches are also copied once, before their clock starts.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_mp.callbacks.fingerprint import Fingerprint, leaves, weights_fingerprint
+from lightning_mp.cost.memory import PersistentBytes, persistent_bytes
+
+FINGERPRINT_BATCHES = 8
+
+ReadMilliseconds = Callable[[], float]
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One optimizer step.
+
+    Attributes:
+        step: 1 for the first step of this fit.
+        loss: mean over the window of the undivided loss, or None if `training_step` returned none.
+        tokens: tokens that this process consumed in the window, or None if unknown. The module's `count_tokens(batch)`
+            counts them if it has that method, else :func:`token_count`.
+        step_time_ms: time from batch start to batch end, summed over the window.
+    """
+
+    step: int
+    loss: float | None
+    tokens: int | None
+    step_time_ms: float
+
+
+@dataclass
+class _Window:
+    """The micro-batches of one optimizer step, still unread."""
+
+    losses: list[Tensor] = field(default_factory=list)
+    timers: list[ReadMilliseconds] = field(default_factory=list)
+    tokens: int | None = None
+
+
+class RunRecorder(Callback):
+    """Records every optimizer step of a fit, with any precision plugin. Logs nothing by itself.
+
+    Put it first among the callbacks: its clock then stops before the others work.
+
+    Args:
+        on_step: called after each optimizer step with the step number; costs no sync.
+        on_records: called with each chunk of records once they are read.
+        chunk_steps: read the losses of this many steps at a time.
+        stop_at_non_finite: stop training when a loss that was read is infinite or NaN.
+
+    Attributes:
+        records: a `StepRecord` for each optimizer step.
+        memory: persistent bytes, taken at the second optimizer step, when there is optimizer state and gradients are
+            alive; None before that.
+        weights: fingerprint of the initial weights as they were before the precision plugin converted them; None if
+            they were never seen (a strategy that does not convert, or weights without values).
+        batches: fingerprint of the first `FINGERPRINT_BATCHES` micro-batches, floating tensors rounded to bf16.
+        non_finite_step: the first step whose loss was not finite, or None.
+    """
+
+    def __init__(
+        self,
+        on_step: Callable[[int], None] | None = None,
+        on_records: Callable[[Sequence[StepRecord]], None] | None = None,
+        chunk_steps: int = 50,
+        stop_at_non_finite: bool = False,
+    ) -> None:
+        self._on_step = on_step or (lambda step: None)
+        self._on_records = on_records or (lambda records: None)
+        self._chunk_steps = chunk_steps
+        self._stop_at_non_finite = stop_at_non_finite
+        self._reset()
+
+    def _reset(self) -> None:
+        self.records: list[StepRecord] = []
+        self.memory: PersistentBytes | None = None
+        self.weights: str | None = None
+        self.non_finite_step: int | None = None
+        self._batches = Fingerprint(round_to=torch.bfloat16)
+        self._batches_hashed = 0
+        self._global_step = 0
+        self._window = _Window()
+        self._unread: list[_Window] = []
+        self._stop_timer: Callable[[], ReadMilliseconds] | None = None
+
+    @property
+    def batches(self) -> str:
+        """Fingerprint of the first micro-batches."""
+        return self._batches.hexdigest()
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Start afresh, and look at the weights at the last moment before they are converted."""
+        if stage != "fit":
+            return
+        self._reset()
+        plugin = trainer.precision_plugin
+        convert = plugin.convert_module
+
+        # no hook lies between `configure_model` with checkpoint loading and the conversion
+        def fingerprint_and_convert(module: nn.Module) -> nn.Module:
+            plugin.__dict__.pop("convert_module", None)
+            self.weights = weights_fingerprint(module)
+            return convert(module)
+
+        plugin.convert_module = fingerprint_and_convert  # type: ignore[method-assign]
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Leave the plugin as it was, also where the strategy never converted the module."""
+        trainer.precision_plugin.__dict__.pop("convert_module", None)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Count optimizer steps from here: a resumed run does not begin at zero."""
+        self._global_step = trainer.global_step
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Fingerprint the first batches, then start the clock."""
+        if self._batches_hashed < FINGERPRINT_BATCHES:
+            self._batches.update(batch)
+            self._batches_hashed += 1
+        self._stop_timer = _start_timer(pl_module.device)
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        """Count the persistent bytes at the second step; again, ever more rarely, while there is no optimizer state.
+
+        The first steps may have left no state because they were skipped (fp16 overflow), or there may never be any
+        (SGD).
+        """
+        steps = self._steps
+        is_power_of_two = steps & (steps - 1) == 0
+        if steps and is_power_of_two and (self.memory is None or not self.memory.optimizer_state):
+            masters = getattr(trainer.precision_plugin, "master_tensors", tuple)  # stock plugins hold none
+            self.memory = persistent_bytes(pl_module, trainer.optimizers, masters())
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Stop the clock, add the micro-batch to the window, and close the window if an optimizer stepped."""
+        window = self._window
+        if self._stop_timer is not None:
+            window.timers.append(self._stop_timer())
+            self._stop_timer = None
+        loss = _loss(outputs)
+        if loss is not None:
+            undivided = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
+            window.losses.append(loss.float() * undivided)
+        tokens = getattr(pl_module, "count_tokens", token_count)(batch)
+        if tokens is not None:
+            window.tokens = (window.tokens or 0) + tokens
+
+        if trainer.global_step == self._global_step:
+            return  # still accumulating
+        self._global_step = trainer.global_step
+        self._unread.append(window)
+        self._window = _Window()
+        self._on_step(self._steps)
+        if len(self._unread) >= self._chunk_steps:
+            self._read(trainer)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Read what is left."""
+        self._read(trainer)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Keep the steps that were finished before the exception."""
+        self._read(trainer)
+
+    @property
+    def _steps(self) -> int:
+        return len(self.records) + len(self._unread)
+
+    def _read(self, trainer: Trainer) -> None:
+        """Turn the unread windows into records. One device-to-host sync."""
+        windows, self._unread = self._unread, []
+        if not windows:
+            return
+        losses = iter(torch.stack([loss for w in windows for loss in w.losses] or [torch.zeros(())]).tolist())
+        chunk = []
+        for window in windows:
+            values = [next(losses) for _ in window.losses]
+            record = StepRecord(
+                step=len(self.records) + 1,
+                loss=sum(values) / len(values) if values else None,
+                tokens=window.tokens,
+                step_time_ms=sum(read() for read in window.timers),
+            )
+            self.records.append(record)
+            chunk.append(record)
+            if self.non_finite_step is None and record.loss is not None and not math.isfinite(record.loss):
+                self.non_finite_step = record.step
+        if self._stop_at_non_finite and self.non_finite_step is not None:
+            trainer.should_stop = True
+        self._on_records(chunk)
+
+
+def token_count(batch: Any) -> int | None:
+    """The number of elements of the batch's first integer tensor, or None if it has none.
+
+    For a language model that is the token ids, `(B, T)`, padding included; for a classifier it is the labels, one for
+    each sample. "First" is in the order of the batch's own nesting (mappings, sequences, dataclasses); booleans are
+    masks, not integers.
+    """
+    for _, leaf in leaves(batch):
+        if isinstance(leaf, Tensor) and not (leaf.is_floating_point() or leaf.is_complex() or leaf.dtype == torch.bool):
+            return leaf.numel()
+    return None
+
+
+def _loss(outputs: Any) -> Tensor | None:
+    """The 0-dim loss in what `training_step` led to: a tensor, a mapping with "loss", or nothing."""
+    loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+    return loss.detach().mean() if isinstance(loss, Tensor) else None
+
+
+def _start_timer(device: torch.device) -> Callable[[], ReadMilliseconds]:
+    """Start a clock; call the result to stop it, and the result of that to read milliseconds.
+
+    On CUDA reading waits for the device, starting and stopping do not. On other devices it is the host's clock, which
+    on an accelerator that runs behind the host means the time to launch.
+    """
+    if device.type == "cuda":
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        stream = torch.cuda.current_stream(device)
+        begin.record(stream)
+
+        def stop_event() -> ReadMilliseconds:
+            end.record(stream)
+
+            def read() -> float:
+                end.synchronize()
+                return begin.elapsed_time(end)
+
+            return read
+
+        return stop_event
+
+    started = time.perf_counter()
+
+    def stop() -> ReadMilliseconds:
+        elapsed_ms = (time.perf_counter() - started) * 1e3
+        return lambda: elapsed_ms
+
+    return stop

@@ -1,0 +1,157 @@
+"""Lay a comparison out as a table of at most 100 columns: one column for each precision, one row for each number.
+
+Pure formatting: every number comes from `report.results`. Precisions stand side by side because seventeen numbers
+with their units do not fit beside each other, and because that is how they are compared: along a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from rich import box
+from rich.table import Table
+
+from lightning_mp.report.candidates import REFERENCE
+from lightning_mp.report.results import OK, Comparison, Result, pairing_notes
+
+WIDTH = 100
+CLOSE_GAP = 0.01  # nats; the margin of practical difference
+UNSTEADY = 2.0  # p95 over median; a quiet machine with equal batches stays well below
+UNKNOWN = "n/a"
+_ERROR_CHARACTERS = 400
+
+Cell = Callable[[Result], str]
+
+
+def comparison_table(comparison: Comparison) -> Table:
+    """The numbers of every precision that was run."""
+    title = f"{comparison.name} (seed {comparison.seed})"
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), title=title, title_justify="left")
+    table.add_column("")
+    for result in comparison.results:
+        table.add_column(result.precision, justify="right", no_wrap=True)
+    for section in _sections(comparison):
+        for label, cell in section:
+            cells = [cell(result) for result in comparison.results]
+            if any(text != UNKNOWN for text in cells):  # a row that nobody has says nothing
+                table.add_row(label, *cells)
+        table.add_section()
+    return table
+
+
+def reading_help(comparison: Comparison) -> list[str]:
+    """Plain sentences: who is close to fp32, what failed and why, and what makes the numbers hard to compare."""
+    sentences = [
+        *_gap_sentences(comparison),
+        *(f"{r.precision} {r.status}: {_shorten(r.error or 'no reason given')}" for r in comparison.results if r.status != OK),
+        *_unsteady_sentences(comparison.results),
+        *pairing_notes(comparison.results),
+        *_candidate_notes(comparison.results),
+    ]
+    return [sentence for sentence in sentences if sentence]
+
+
+def _sections(comparison: Comparison) -> list[list[tuple[str, Cell]]]:
+    any_memory = any(result.memory for result in comparison.results)
+
+    def memory(category: str) -> Cell:
+        return lambda r: _number(r.memory.per_parameter[category] if r.memory else None, "{:.2f}")
+
+    def relative(key: str, form: str) -> Cell:
+        return lambda r: _number(comparison.relative(r)[key], form)
+
+    return [
+        [("status", lambda r: r.status)],
+        [
+            ("bytes per parameter", lambda r: "" if any_memory else UNKNOWN),
+            ("  weights", memory("weights")),
+            ("  masters", memory("masters")),
+            ("  gradients", memory("gradients")),
+            ("  optimizer state", memory("optimizer_state")),
+            ("  total", memory("total")),
+            (f"  total / {REFERENCE}", relative("bytes_ratio", "{:.2f}x")),
+            ("CUDA peak, GiB", lambda r: _number(r.peak_cuda_bytes and r.peak_cuda_bytes / 2**30, "{:.3f}")),
+            (
+                "process peak RSS, MiB",
+                lambda r: _number(r.peak_rss_bytes and r.peak_rss_bytes / 2**20, "{:,.0f}"),
+            ),
+        ],
+        [
+            ("tokens per second", lambda r: _number(r.summary.tokens_per_s, "{:,.0f}")),
+            ("step time median, ms", lambda r: _number(r.summary.step_time_median_ms, "{:,.2f}")),
+            ("step time p95, ms", lambda r: _number(r.summary.step_time_p95_ms, "{:,.2f}")),
+            (f"step time / {REFERENCE}", relative("step_time_ratio", "{:.2f}x")),
+        ],
+        [
+            ("steps", lambda r: _number(r.summary.steps, "{:,}")),
+            ("tail loss", lambda r: _number(r.summary.tail_loss, "{:.4f}")),
+            (f"tail loss - {REFERENCE}", relative("tail_loss_gap", "{:+.4f}")),
+        ],
+    ]
+
+
+def _gap_sentences(comparison: Comparison) -> list[str]:
+    if comparison.reference is None:
+        return [f"No finished {REFERENCE} run to compare with: add {REFERENCE} to --precisions for ratios and gaps."]
+    gaps = {
+        result.precision: gap
+        for result in comparison.results
+        if result.precision != REFERENCE and (gap := comparison.relative(result)["tail_loss_gap"]) is not None
+    }
+    close = [name for name, gap in gaps.items() if abs(gap) <= CLOSE_GAP]
+    worse = [f"{name} ({gap:+.4f})" for name, gap in gaps.items() if gap > CLOSE_GAP]
+    better = [f"{name} ({gap:+.4f})" for name, gap in gaps.items() if gap < -CLOSE_GAP]
+    sentences = [
+        f"{what}: {', '.join(names)}."
+        for what, names in (
+            (f"Tail loss within {CLOSE_GAP} of {REFERENCE}", close),
+            (f"More than {CLOSE_GAP} above {REFERENCE} (worse)", worse),
+            (f"More than {CLOSE_GAP} below {REFERENCE} (better)", better),
+        )
+        if names
+    ]
+    summary = comparison.reference.summary
+    return [
+        " ".join(sentences),
+        f"Tail loss is the mean over the last {_steps(summary.tail_steps)}; step times leave out the first "
+        f"{_steps(summary.steps - summary.measured_steps)}; process RSS counts the interpreter and all libraries.",
+    ]
+
+
+def _unsteady_sentences(results: Sequence[Result]) -> list[str]:
+    """A warning where step times scatter so much that their ratios say little."""
+    scatter = [
+        f"{r.precision} ({r.summary.step_time_p95_ms / r.summary.step_time_median_ms:.1f}x)"
+        for r in results
+        if r.summary.step_time_p95_ms
+        and r.summary.step_time_median_ms
+        and r.summary.step_time_p95_ms > UNSTEADY * r.summary.step_time_median_ms
+    ]
+    if not scatter:
+        return []
+    return [
+        f"Step times were unsteady, p95 over median: {', '.join(scatter)}. Something else used the machine, or the steps "
+        "differ; run again before trusting the speeds."
+    ]
+
+
+def _candidate_notes(results: Sequence[Result]) -> list[str]:
+    """Each note once, with the precisions it holds for."""
+    names: dict[str, list[str]] = {}
+    for result in results:
+        for note in result.notes:
+            names.setdefault(note, []).append(result.precision)
+    return [f"{', '.join(of)}: {note}" for note, of in names.items()]
+
+
+def _number(value: float | None, form: str) -> str:
+    return UNKNOWN if value is None else form.format(value)
+
+
+def _steps(count: int) -> str:
+    return f"{count} step{'' if count == 1 else 's'}"
+
+
+def _shorten(text: str) -> str:
+    flat = " ".join(text.split())
+    return flat if len(flat) <= _ERROR_CHARACTERS else f"{flat[:_ERROR_CHARACTERS]} [and so on; see its log.txt]"

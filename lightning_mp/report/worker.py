@@ -1,0 +1,241 @@
+"""One candidate in a process of its own, and the lines it sends home.
+
+A fresh process for each precision means that peak memory belongs to that precision alone and that a crash, or the
+kernel's out-of-memory killer, ends one candidate and not the comparison.
+
+The worker's standard output is the channel: one event a line, JSON behind a marker. `EventWriter` moves the real
+standard output aside at once and points it at the log, so that nothing the user's code prints gets between the
+events. The events:
+
+| event    | content |
+|----------|---------|
+| started  | total_steps (or null), device, world_size, versions, precision_in_use, plugin |
+| step     | step: how far it is; sent at most ten times a second |
+| records  | records: a list of [step, loss, tokens, step_time_ms] |
+| finished | memory, peak_rss_bytes, peak_cuda_bytes, weights_fingerprint, batches_fingerprint, non_finite_step, notes |
+| failed   | error |
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from lightning_mp.callbacks.run_recorder import RunRecorder, StepRecord
+from lightning_mp.cost.memory import peak_cuda_bytes, peak_rss_bytes
+
+MARKER = "@lightning-mp "
+_TERMINATE_GRACE_S = 3.0
+_EXIT_GRACE_S = 60.0
+_STEP_INTERVAL_S = 0.1
+_POLL_S = 0.5
+
+
+@dataclass(frozen=True)
+class WorkerSpec:
+    """What a worker needs to know; it travels as a JSON file.
+
+    Attributes:
+        precision: a name from `report.candidates`.
+        config: the resolved configuration of the comparison.
+        folder: where this candidate's files go.
+        seed: for weights, data order and everything else.
+    """
+
+    precision: str
+    config: str
+    folder: str
+    seed: int
+
+    def dump(self) -> str:
+        """As JSON."""
+        return json.dumps(asdict(self), indent=2)
+
+    @classmethod
+    def load(cls, path: str) -> WorkerSpec:
+        """From a JSON file."""
+        return cls(**json.loads(Path(path).read_text(encoding="utf-8")))
+
+
+class EventWriter:
+    """The worker's end. Only rank zero speaks."""
+
+    def __init__(self) -> None:
+        sys.stdout.flush()
+        # a private copy of the channel; file descriptor 1 itself becomes a second standard error
+        self._channel = os.fdopen(os.dup(1), "w", encoding="utf-8")
+        os.dup2(2, 1)
+
+    def send(self, event: str, **content: Any) -> None:
+        """Write one event. Raises `BrokenPipeError` once the parent is gone, which ends an orphaned worker."""
+        if int(os.environ.get("LOCAL_RANK", "0")) == 0:
+            self._channel.write(f"{MARKER}{json.dumps({'event': event, **content})}\n")
+            self._channel.flush()
+
+
+class WorkerReport(Callback):
+    """Sends a fit's events as they happen; owns the `RunRecorder` that makes them."""
+
+    def __init__(self, events: EventWriter) -> None:
+        self._events = events
+        self._last_sent = 0.0
+        self.recorder = RunRecorder(self._send_step, self._send_records, stop_at_non_finite=True)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Say what is about to run."""
+        total = trainer.estimated_stepping_batches
+        plugin = type(trainer.precision_plugin)
+        self._events.send(
+            "started",
+            total_steps=int(total) if total != float("inf") else None,
+            device=device_name(pl_module.device),
+            world_size=trainer.world_size,
+            versions=versions(),
+            precision_in_use=str(trainer.precision),
+            plugin=f"{plugin.__module__}.{plugin.__qualname__}",
+        )
+
+    def finish(self, trainer: Trainer, notes: Sequence[str]) -> None:
+        """Say what it cost. Call when `fit` has returned."""
+        recorder = self.recorder
+        self._events.send(
+            "finished",
+            memory=asdict(recorder.memory) if recorder.memory else None,
+            peak_rss_bytes=peak_rss_bytes(),
+            peak_cuda_bytes=peak_cuda_bytes(trainer.strategy.root_device),
+            weights_fingerprint=recorder.weights,
+            batches_fingerprint=recorder.batches,
+            non_finite_step=recorder.non_finite_step,
+            notes=list(notes),
+        )
+
+    def _send_step(self, step: int) -> None:
+        now = time.monotonic()
+        if now - self._last_sent >= _STEP_INTERVAL_S:
+            self._last_sent = now
+            self._events.send("step", step=step)
+
+    def _send_records(self, records: Sequence[StepRecord]) -> None:
+        self._events.send("records", records=[astuple(record) for record in records])
+
+
+def worker_events(command: Sequence[str], log: Path) -> Generator[Mapping[str, Any], None, None]:
+    """Start a worker and yield its events; the last one is always `finished` or `failed`.
+
+    Whatever ends the iteration early (Ctrl-C, an exception, closing the generator) ends the worker and its children.
+
+    Args:
+        command: the worker's command line.
+        log: where its output goes.
+    """
+    with log.open("wb") as log_file:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log_file, start_new_session=True
+        )
+        try:
+            for line in _lines(process):
+                event = _parse(line)
+                if event is None:
+                    log_file.write(line)  # printed before the worker moved its output
+                    log_file.flush()
+                    continue
+                yield event
+                if event["event"] in ("finished", "failed"):
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        process.wait(_EXIT_GRACE_S)
+                    return
+            yield {"event": "failed", "error": _death(process.wait(), log)}
+        finally:
+            _end(process)
+
+
+def device_name(device: torch.device) -> str:
+    """The device in words, with what decides its speed: the GPU's name, or the CPU's and its thread count."""
+    if device.type == "cuda":
+        return f"{device}: {torch.cuda.get_device_name(device)}"
+    if device.type != "cpu":
+        return str(device)
+    model = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as cpuinfo:
+        model = next((line.split(":", 1)[1].strip() for line in cpuinfo if line.startswith("model name")), model)
+    return f"cpu: {model}, {torch.get_num_threads()} threads"
+
+
+def versions() -> dict[str, str]:
+    """Versions of what decides a run's numbers."""
+    packages = {name: importlib.metadata.version(name) for name in ("lightning-mp", "lightning")}
+    return {**packages, "torch": str(torch.__version__), "python": platform.python_version()}
+
+
+def _lines(process: subprocess.Popen[bytes]) -> Iterator[bytes]:
+    """The lines of a process's standard output until it is closed, or the process is dead and silent.
+
+    A thread reads. A signal that arrives just before a blocking read would wait for the next line, and Ctrl-C with it;
+    waiting for the queue with a timeout lets it through.
+    """
+    queue: SimpleQueue[bytes | None] = SimpleQueue()
+
+    def read() -> None:
+        assert process.stdout is not None
+        with process.stdout as pipe:
+            for line in pipe:
+                queue.put(line)
+        queue.put(None)
+
+    threading.Thread(target=read, daemon=True).start()
+    while True:
+        dead = process.poll() is not None
+        try:
+            line = queue.get(timeout=_POLL_S)
+        except Empty:
+            if dead:
+                return  # a child of its own still holds the pipe
+            continue
+        if line is None:
+            return
+        yield line
+
+
+def _parse(line: bytes) -> Mapping[str, Any] | None:
+    text = line.decode("utf-8", errors="replace")
+    return json.loads(text[len(MARKER) :]) if text.startswith(MARKER) else None
+
+
+def _death(code: int, log: Path) -> str:
+    """Why a worker ended without a word."""
+    if code < 0:
+        name = signal.Signals(-code).name
+        reason = " The kernel does this when memory runs out." if name == "SIGKILL" else ""
+        return f"killed by {name}.{reason}"
+    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    return f"exit status {code}{f': {lines[-1]}' if lines else ''}"
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a worker that still runs, and every process in its group."""
+    if process.poll() is None:
+        for send in (signal.SIGTERM, getattr(signal, "SIGKILL", signal.SIGTERM)):
+            with contextlib.suppress(ProcessLookupError):
+                if hasattr(os, "killpg"):
+                    os.killpg(process.pid, send)  # it leads its own group
+                else:
+                    process.send_signal(send)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_TERMINATE_GRACE_S)
+                break

@@ -1,0 +1,99 @@
+"""The printed comparison fits 100 columns and hides nothing."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+
+from rich.console import Console
+
+from lightning_mp.callbacks.run_recorder import StepRecord
+from lightning_mp.cost.memory import PersistentBytes
+from lightning_mp.report.candidates import CANDIDATES
+from lightning_mp.report.results import Comparison, Result, summarise
+from lightning_mp.report.table import WIDTH, comparison_table, reading_help
+
+MEMORY = PersistentBytes(
+    weights=4 * 10**9, masters=0, gradients=4 * 10**9, optimizer_state=8 * 10**9 + 4, buffers=0, parameters=10**9
+)
+
+
+def result(name: str, loss: float = 2.34567, **changes: object) -> Result:
+    records = [StepRecord(i + 1, loss, 524_288, 1234.5678) for i in range(10)]
+    full = Result(
+        name, "ok", summary=summarise(records), memory=MEMORY, peak_rss_bytes=123_456 << 20, peak_cuda_bytes=80 << 30,
+        weights_fingerprint="a", batches_fingerprint="b",
+    )  # fmt: skip
+    return replace(full, **changes)  # type: ignore[arg-type]
+
+
+def comparison(*results: Result) -> Comparison:
+    names = tuple(r.precision for r in results)
+    return Comparison("compare-20250131-120000", (), (), (), 17, names, results)
+
+
+def rendered(of: Comparison) -> str:
+    out = io.StringIO()
+    Console(file=out, width=WIDTH, highlight=False, markup=False).print(comparison_table(of), *reading_help(of), sep="\n")
+    return out.getvalue()
+
+
+def test_all_known_precisions_with_large_numbers_fit_in_100_columns() -> None:
+    text = rendered(comparison(*(result(name) for name in CANDIDATES)))
+    assert max(len(line) for line in text.splitlines()) <= 100
+    assert "\x1b" not in text
+    assert "…" not in text
+    header = next(line for line in text.splitlines() if "32-true" in line)
+    assert header.split() == list(CANDIDATES)
+    assert text.count("424,673") == len(CANDIDATES)  # no number is broken over lines
+
+
+def test_a_failed_precision_has_its_column_and_its_whole_error() -> None:
+    error = "RuntimeError: " + "a long story about sizes " * 10 + "the end"
+    text = rendered(comparison(result("32-true"), Result("bf16-true", "failed", error)))
+    assert "bf16-true failed: RuntimeError" in text
+    assert "the end" in text
+    assert "n/a" in text
+
+
+def test_markup_in_an_error_is_shown_not_obeyed() -> None:
+    assert "[red]x[/red]" in rendered(comparison(result("32-true"), Result("bf16-true", "failed", "[red]x[/red]")))
+
+
+def test_rows_that_nobody_has_are_left_out() -> None:
+    text = rendered(comparison(result("32-true", peak_cuda_bytes=None)))
+    assert "CUDA" not in text
+    assert "process peak RSS, MiB" in text
+
+
+def test_the_sentences_say_who_is_close_to_fp32_and_who_is_not() -> None:
+    sentences = reading_help(
+        comparison(result("32-true"), result("bf16-mixed", 2.3457), result("bf16-true", 2.5), result("auto", 2.0))
+    )
+    assert "Tail loss within 0.01 of 32-true: bf16-mixed." in sentences[0]
+    assert "above 32-true (worse): bf16-true (+0.1543)." in sentences[0]
+    assert "below 32-true (better): auto (-0.3457)." in sentences[0]
+    assert "the last 2 steps" in sentences[1]
+    assert "first 3 steps" in sentences[1]
+
+
+def test_step_times_that_scatter_are_not_to_be_trusted() -> None:
+    steady = result("32-true")
+    slow = StepRecord(10, 2.0, 1, 5000.0)
+    unsteady = summarise([*(StepRecord(i, 2.0, 1, 100.0) for i in range(1, 10)), slow])
+    sentences = reading_help(comparison(steady, result("bf16-true", summary=unsteady)))
+    assert any("unsteady, p95 over median: bf16-true (50.0x)." in sentence for sentence in sentences)
+    assert not any("unsteady" in sentence for sentence in reading_help(comparison(steady)))
+
+
+def test_without_fp32_the_sentence_says_how_to_get_ratios() -> None:
+    assert "add 32-true to --precisions" in reading_help(comparison(result("bf16-true")))[0]
+
+
+def test_a_note_is_printed_once_for_all_it_holds_for() -> None:
+    both = comparison(result("32-true", notes=("n.",)), result("bf16-true", notes=("n.",)))
+    assert reading_help(both)[-1] == "32-true, bf16-true: n."
+
+
+def test_a_comparison_that_was_interrupted_at_once_still_prints() -> None:
+    assert "interrupted" in rendered(comparison(Result("32-true", "interrupted", "interrupted")))
