@@ -64,8 +64,11 @@ class Fp32Reducer:
                 param.grad = None
 
     def after_backward(self) -> None:
-        """Put fp32 gradients in place; to be called after each backward and, for late reductions, before a step."""
+        """Put fp32 gradients in place; to be called after each backward."""
         synchronised = self._model.require_backward_grad_sync
+        if synchronised and self._model.gradient_as_bucket_view:
+            # now, not at the next forward, where it would put bf16 views in the place of the fp32 averages
+            self._model.reducer._rebuild_buckets()
         for param in self._params:
             key, grad = id(param), param.grad
             if key in self._averages:

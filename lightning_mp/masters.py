@@ -14,7 +14,8 @@ to become the master, and the elements that were not touched have to keep their 
 with the parameter. A split master cannot: every pair of halves is a valid one. So a *guard*, a copy of the bf16 bits, is taken
 when a step ends and compared when the next forward begins; then it is dropped. It costs 2 bytes per parameter between steps
 and nothing while gradients and activations are alive. An edit made between the start of forward and the end of the step finds
-no guard: it is noticed by the version counter, kept to bf16 precision, and reported once.
+no guard. It is noticed by the tensor's version counter, and on a CPU by a checksum; it is kept to bf16 precision, and reported
+once.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ import logging
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal, cast
 
+import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -66,7 +69,7 @@ class Master:
             self.remainder = torch.zeros_like(param, dtype=torch.int16, requires_grad=False)
         param.grad_dtype = None  # bf16 as autograd makes it, fp32 as accumulation, reduction and users may
         param.grad = None if grad is None else grad.to(param.dtype)
-        self.version = param._version
+        self.mark()
 
     def __getstate__(self) -> dict[str, Any]:
         # in a copy of the module nobody keeps the guard in step, so the copy carries one and stays exact under edits
@@ -95,20 +98,33 @@ class Master:
         """
         self.to_device()
         param = self.param.detach()
+        if param.dtype != BF16:  # somebody put other data in
+            return param.to(torch.float32, copy=True)
         if self.full is not None:
             return torch.where(bits(self.full.to(BF16)) != bits(param), param.float(), self.full)
         assert self.remainder is not None
-        remainder = self.remainder
         if self.guard is not None:
-            remainder = remainder.masked_fill(self.guard != bits(param), 0)
-        elif param._version != self.version:
-            remainder = remainder.masked_fill(_is_zeroed(param), 0)
+            return join(param, self.remainder.masked_fill(self.guard != bits(param), 0))
+        remainder = self.remainder.clone()
+        mend_zeros_([remainder], [bits(param)], were_edited=self.is_edited_unguarded)
         return join(param, remainder)
+
+    @property
+    def is_edited_unguarded(self) -> bool:
+        """Whether the parameter is known to have been written to by others since the last :meth:`mark`."""
+        return self.param._version != self.version or self.checksum != checksum(self.param)
+
+    def mark(self) -> None:
+        """Remember the parameter as it is, as far as that takes no memory."""
+        self.version = self.param._version
+        self.checksum = checksum(self.param)
 
     @torch.no_grad()
     def set_(self, value: Tensor) -> None:
         """Set the master, and with it the parameter, to ``value`` (any floating dtype, the parameter's shape)."""
         self.to_device()
+        if self.param.dtype != BF16:
+            self.param.data = torch.empty_like(self.param, dtype=BF16)
         if self.full is not None:
             self.full.copy_(value)
             self.param.copy_(self.full)
@@ -120,7 +136,7 @@ class Master:
             self.remainder.copy_(remainder)
             if self.guard is not None:
                 self.guard.copy_(bits(self.param))
-        self.version = self.param._version
+        self.mark()
 
     def make_full(self) -> None:
         """Go over from the remainder to a full fp32 copy; the master keeps its bits."""
@@ -128,7 +144,6 @@ class Master:
         self.remainder = self.guard = None
         # ties to even from now on: the parameter is compared with what torch makes of the copy
         self.param.detach().copy_(self.full)
-        self.version = self.param._version
 
     def release(self) -> None:
         """Make the parameter fp32 again, with the master's value; a gradient follows its dtype."""
@@ -153,6 +168,7 @@ class Masters:
         self._masters: dict[int, Master] = {}
         self._names: dict[int, str] = {}
         self._edits_reported = False
+        self._rounded_reported = False
         #: Changes whenever a remainder, a full copy or a parameter's memory is replaced, for those who hold aliases.
         self.generation = 0
 
@@ -220,6 +236,25 @@ class Masters:
             if master.to_device():
                 self.generation += 1
 
+    def take_foreign_data(self) -> None:
+        """Take the values in where somebody gave a parameter data of another dtype, and cast it to bf16 again."""
+        for master in self:
+            if master.param.dtype != BF16:
+                master.set_(master.value())
+                self.generation += 1
+
+    @torch.no_grad()
+    def broadcast(self) -> None:
+        """Give every rank the masters of rank 0, whose parameters it has already."""
+        guarded = any(master.guard is not None for master in self)
+        for master in self:
+            master.guard = None
+            # not every backend sends int16; as bf16 the bits travel as they are
+            dist.broadcast(cast(Tensor, master.full) if master.remainder is None else master.remainder.view(BF16), src=0)
+            master.mark()
+        if guarded:
+            self.raise_guards()
+
     @torch.no_grad()
     def raise_guards(self) -> None:
         """Remember the bits of every split parameter, to find out in :meth:`settle` which elements were edited."""
@@ -230,6 +265,7 @@ class Masters:
     @torch.no_grad()
     def drop_guards(self) -> None:
         """Take guarded edits into the masters, and free the guards. No device-to-host sync."""
+        self.take_foreign_data()
         guarded = [master for master in self if master.guard is not None]
         edited = [master for master in guarded if not known_equal(cast(Tensor, master.guard), bits(master.param))]
         if edited:
@@ -240,7 +276,7 @@ class Masters:
             )
         for master in guarded:
             master.guard = None
-            master.version = master.param._version
+            master.mark()
 
     @torch.no_grad()
     def settle(self) -> None:
@@ -248,21 +284,31 @@ class Masters:
         self.drop_guards()
         copies = [master for master in self if master.full is not None]
         take_edits_([cast(Tensor, master.full) for master in copies], [master.param.detach() for master in copies])
-        unguarded = []
-        for master in self:
-            if master.full is None and master.param._version != master.version:
-                assert master.remainder is not None
-                master.remainder.masked_fill_(_is_zeroed(master.param.detach()), 0)
-                master.version = master.param._version
-                unguarded.append(self.name(master))
-        if unguarded and not self._edits_reported:
+        unguarded = [master for master in self if master.full is None]
+        edited = [master for master in unguarded if master.is_edited_unguarded]
+        for masters, were_edited in ((edited, True), ([m for m in unguarded if m.param.device.type != "cpu"], False)):
+            if masters:  # where there is no checksum, edits may go unnoticed, but they are not to make NaNs
+                mend_zeros_([cast(Tensor, m.remainder) for m in masters], [bits(m.param) for m in masters], were_edited)
+        for master in edited:
+            master.mark()
+        if edited and not self._edits_reported:
             self._edits_reported = True
             log.warning(
                 "Parameters were edited between the start of forward and the end of the optimizer step: %s%s. With split "
                 "masters such an edit is kept to bf16 precision (within half a bf16 ulp). Edit after the step instead, for "
                 "example in on_train_batch_end, or use master='copy', for an exact edit.",
-                ", ".join(unguarded[:5]),
-                ", ..." if len(unguarded) > 5 else "",
+                ", ".join(self.name(master) for master in edited[:5]),
+                ", ..." if len(edited) > 5 else "",
+            )
+
+    def report_rounded(self, name: str, dtype: torch.dtype) -> None:
+        """Say once that masters were set from 16-bit values."""
+        if not self._rounded_reported:
+            self._rounded_reported = True
+            log.warning(
+                "Masters were loaded from 16-bit values, the first from %s (%s). Load fp32 values to have all bits.",
+                name,
+                dtype,
             )
 
     def release(self) -> None:
@@ -337,8 +383,34 @@ def clear_edited_(remainders: list[Tensor], guards: list[Tensor], present: list[
     torch._foreach_sub_(remainders, guards)
 
 
-def _is_zeroed(param: Tensor) -> Tensor:
-    # In a parameter that is known to be edited, a remainder left beside an edited value moves it by less than half a bf16
-    # ulp, except at zero, where a negative one would wrap into a NaN and a positive one would undo pruning. What this takes
-    # from an element that was not edited is below 2^-133.
-    return param == 0
+def mend_zeros_(remainders: list[Tensor], present: list[Tensor], were_edited: bool) -> None:
+    """Mend the remainders that do not go with a bf16 zero; for parameters that may have been edited with no guard up.
+
+    A remainder left beside an edited value moves it by less than half a bf16 ulp, except at zero, where a negative one would
+    wrap into a NaN. No master whose bf16 half is zero has a negative remainder, so nothing that is right is lost. In
+    parameters that are known to be edited, positive ones go too, as they would undo pruning; what that takes from an element
+    that was not edited is below 2^-133.
+
+    Args:
+        remainders: int16 tensors.
+        present: the parameters' present bits, int16.
+        were_edited: whether the parameters are known to be edited.
+    """
+    # min(|bits|, 1) is 1 except at 0.0, and, as the magnitude of -32768 wraps, below 1 at -0.0
+    nonzero = torch._foreach_abs(present)
+    torch._foreach_clamp_max_(nonzero, 1)
+    if were_edited:
+        torch._foreach_clamp_min_(nonzero, 0)
+        torch._foreach_mul_(remainders, nonzero)
+    else:
+        torch._foreach_mul_(nonzero, -32768)  # the least remainder that may be, which wraps to 0 at -0.0
+        torch._foreach_maximum_(remainders, nonzero)
+
+
+def checksum(param: Tensor) -> int | None:
+    """The sum of a bf16 parameter's bits, eight bytes at a time, as a Python integer; None where reading it would be a sync."""
+    if param.device.type != "cpu" or param.dtype != BF16:
+        return None
+    elements = bits(param).numpy().ravel(order="K")
+    whole = elements.size // 4 * 4
+    return int(elements[:whole].view(np.int64).sum()) + int(elements[whole:].sum())

@@ -161,6 +161,8 @@ class _StateDictHooks:
             if master is None or not isinstance(value, Tensor) or value.shape != master.param.shape:
                 continue
             if value.is_floating_point():
+                if value.dtype in (torch.bfloat16, torch.float16):
+                    self._masters.report_rounded(prefix + name, value.dtype)
                 master.set_(value)
                 state_dict[prefix + name] = master.param  # copied onto itself, so that nothing is rounded again
 

@@ -21,6 +21,8 @@ import torch
 from lightning.fabric.utilities.types import Steppable
 from lightning.pytorch.core.optimizer import LightningOptimizer, do_nothing_closure
 from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
@@ -29,6 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from lightning_mp.averaging import AverageInFp32
 from lightning_mp.cost.devices import bf16_support, check_bf16
 from lightning_mp.gradients import Fp32Reducer, accumulate_in_fp32, clip_by_norm_
 from lightning_mp.masters import BF16, Masters, Storage
@@ -115,12 +118,13 @@ class MasterWeightPrecision(Precision):
         _check_choice("precision", precision, PRECISIONS)
         _check_choice("master", master, get_args(Storage))
         _check_choice("reduce_dtype", reduce_dtype, ("fp32", "parameter"))
-        if isinstance(fp32_modules, (str, type)):
-            raise ValueError(f"fp32_modules={fp32_modules!r} must be a list: write fp32_modules=[{fp32_modules!r}].")
+        if not isinstance(fp32_modules, Sequence) or isinstance(fp32_modules, str):
+            hint = "" if fp32_modules is None else f", such as [{fp32_modules!r}]"
+            raise ValueError(f"fp32_modules={fp32_modules!r} must be a list{hint}; [] casts everything, [{NORM!r}] keeps norms.")
         for entry in fp32_modules:
             if not isinstance(entry, str) and not (isinstance(entry, type) and issubclass(entry, Module)):
                 raise ValueError(f"fp32_modules has {entry!r}; legal are module classes, name patterns and {NORM!r}.")
-        if not bucket_mib >= 0:
+        if isinstance(bucket_mib, bool) or not isinstance(bucket_mib, (int, float)) or not bucket_mib >= 0:
             raise ValueError(f"bucket_mib={bucket_mib!r} must be a number of MiB, 0 or more.")
         self.precision = precision  # type: ignore[assignment]  # Lightning's literal does not know ours
         self.master: Storage = master
@@ -137,8 +141,9 @@ class MasterWeightPrecision(Precision):
         self._masters = Masters(self.master)
         self._device_type = "cpu"
         self._steppers: dict[int, BucketedStep | CoupledStep] = {}
-        self._handles: list[RemovableHandle] = []
+        self._handles: list[RemovableHandle | AverageInFp32] = []
         self._is_ddp = False
+        self._window_is_open = False  # gradients of a backward wait for their step
         self._reducer: Fp32Reducer | None = None
         self._backends_before: list[tuple[Any, str, Any]] = []
         self._last_full_copies: list[str] = []  # of the run before, which may be saved yet
@@ -196,11 +201,19 @@ class MasterWeightPrecision(Precision):
             self._masters.adopt(param, name)
         self._handles += attach_state_dict_hooks(module, self._masters)
         self._report_infinite()
-        trainer = getattr(module, "_trainer", None)
-        if trainer is not None and trainer.training:
-            # whoever edits before the first step, in on_fit_start say: there are no gradients yet that would need the memory
+        if self._is_fitting:
+            self._handles.append(AverageInFp32(self._trainer.callbacks, self.fp32_parameters))
+            # for edits before the first step, in on_fit_start say; there are no gradients yet that would need the memory
             self._masters.raise_guards()
         return module
+
+    @property
+    def _trainer(self) -> Any:
+        return getattr(self._module, "_trainer", None)
+
+    @property
+    def _is_fitting(self) -> bool:
+        return self._trainer is not None and self._trainer.state.fn == TrainerFn.FITTING
 
     def connect(
         self, model: Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
@@ -208,6 +221,8 @@ class MasterWeightPrecision(Precision):
         """Make the optimizers ready for fp32 masters; called once the module is on its device."""
         if len(self._masters):
             self._masters.to_device()
+            if isinstance(self._trainer and self._trainer.strategy, DDPStrategy):
+                self._masters.broadcast()  # the parameters were, by then
             for optimizer in optimizers:
                 self._stepper(optimizer)
             self._is_ddp = isinstance(model, DistributedDataParallel)
@@ -218,7 +233,7 @@ class MasterWeightPrecision(Precision):
     def _connect_ddp(self, model: DistributedDataParallel) -> None:
         if self.reduce_dtype != "fp32":
             return
-        strategy = cast(Any, self._module).trainer.strategy
+        strategy = self._trainer.strategy
         if getattr(strategy, "_ddp_comm_hook", None) is not None and strategy.root_device.type == "cuda":
             rank_zero_warn(
                 "The strategy has a ddp_comm_hook, so gradients are averaged as that hook does, and accumulated in bf16. Leave"
@@ -287,6 +302,7 @@ class MasterWeightPrecision(Precision):
         self, tensor: Tensor, model: pl.LightningModule, optimizer: Steppable | None, *args: Any, **kwargs: Any
     ) -> None:
         """Run backward, with gradients that are there already accumulated in fp32."""
+        self._window_is_open = True
         self._masters.drop_guards()  # in manual optimization there may have been a step since forward began
         if self._reducer is not None:
             self._reducer.before_backward()
@@ -294,7 +310,20 @@ class MasterWeightPrecision(Precision):
             accumulate_in_fp32(master.param for master in self._masters)
         super().backward(tensor, model, optimizer, *args, **kwargs)
         if self._reducer is not None:
+            self._reduce_static_graph(model)
             self._reducer.after_backward()
+
+    def _reduce_static_graph(self, model: pl.LightningModule) -> None:
+        """Reduce the first gradients of a static graph now.
+
+        In manual optimization Lightning does this in the strategy, once the plugin's backward is over: too late for fp32
+        averages to be in place when user code reads or clips gradients.
+        """
+        strategy = self._trainer.strategy
+        if model.automatic_optimization or not strategy.model.static_graph or strategy._pl_static_graph_delay_done:
+            return
+        strategy.model.reducer._delay_all_reduce()
+        strategy._pl_static_graph_delay_done = True
 
     # --- the optimizer step --------------------------------------------------------------------------------------------
 
@@ -315,12 +344,9 @@ class MasterWeightPrecision(Precision):
             result = stepper.run(lambda: self._wrap_closure(model, optimizer, closure), **kwargs)
         else:
             result = closure()
-            if self._reducer is not None:
-                self._reducer.after_backward()  # a static graph reduces its first gradients late
             self._after_closure(model, optimizer)
-            self._masters.settle()
             stepper.run(**kwargs)
-        self._masters.raise_guards()
+        self._window_is_open = False
         return result
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
@@ -329,6 +355,7 @@ class MasterWeightPrecision(Precision):
             super().clip_grad_by_norm(optimizer, clip_val)
         else:
             clip_by_norm_(cast(Iterable[Any], self.main_params(optimizer)), clip_val)
+
 
     # --- masters -------------------------------------------------------------------------------------------------------
 
@@ -420,6 +447,11 @@ class MasterWeightPrecision(Precision):
         Keys of ``checkpoint["lightning_mp"]``: ``format`` (1), ``precision``, ``master``, and ``full_copies``, the names of
         the parameters that have a full copy. The masters themselves are in ``checkpoint["state_dict"]``.
         """
+        if self._window_is_open:
+            rank_zero_warn(
+                "A checkpoint is saved in the middle of an accumulation window. The gradients gathered so far are not in it:"
+                " a run that resumes from it goes on without them. Save after an optimizer step to keep them."
+            )
         checkpoint[CHECKPOINT_KEY] = {
             "format": 1,
             "precision": str(self.precision),
@@ -430,13 +462,11 @@ class MasterWeightPrecision(Precision):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Take up where the checkpoint left off, and say what it lacks."""
         saved = checkpoint.get(CHECKPOINT_KEY)
-        if len(self._masters):
+        if len(self._masters) and self._is_fitting:
             if self.master == "copy" and saved is not None:
                 self._masters.make_full(self._masters.named(saved["full_copies"]))
-            if any(
-                isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16)
-                for value in checkpoint["state_dict"].values()
-            ):
+            weights = (checkpoint["state_dict"].get(self._masters.name(master)) for master in self._masters)
+            if any(isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16) for value in weights):
                 rank_zero_warn(
                     "The checkpoint holds 16-bit weights, so the fp32 masters start from rounded values. A checkpoint saved"
                     " under 'bf16-master', 'bf16-mixed' or '32-true' has them in full."

@@ -178,8 +178,6 @@ class _Bucket:
             torch._foreach_copy_(self.remainders, self.master_bits)
             round_to_bf16_bits_(self.fp32)
             torch._foreach_copy_(self.param_bits, self.master_bits)
-        for piece in self.pieces:
-            piece.master.version = piece.param._version
 
 
 class _Scratch:
@@ -280,7 +278,7 @@ class BucketedStep:
 
     @torch.no_grad()
     def run(self, **kwargs: Any) -> Any:
-        """Step once, on settled masters. Gradients may be bf16 or fp32; parameters without one are left alone.
+        """Step once. Gradients may be bf16 or fp32; parameters without one are left alone. Guards are up afterwards.
 
         If the optimizer raises, ``param_groups`` and ``state`` hold the module's parameters all the same, and the masters of
         the bucket at fault are as before. No device-to-host sync.
@@ -292,6 +290,7 @@ class BucketedStep:
             What ``optimizer.step`` returns.
         """
         optimizer, masters = self._optimizer, self._masters
+        masters.settle()
         self._make_plan()
         lists = [group["params"] for group in optimizer.param_groups]
         originals = [list(params) for params in lists]
@@ -314,6 +313,7 @@ class BucketedStep:
             finally:
                 for params, original in zip(lists, originals, strict=True):
                     params[:] = original
+                masters.raise_guards()
         return result
 
     def _make_plan(self) -> None:
@@ -494,12 +494,14 @@ class CoupledStep:
 
         self._lists = [group["params"] for group in self._optimizer.param_groups]
         self._originals = [list(params) for params in self._lists]
-        self._swap_in()
-        try:
-            return self._optimizer.step(closure=closure_on_parameters, **kwargs)
-        finally:
-            self._swap_out()
-            self._stand_ins = {}
+        with _step_hooks_once(self._optimizer, kwargs):
+            self._swap_in()
+            try:
+                return self._optimizer.step(closure=closure_on_parameters, **kwargs)
+            finally:
+                self._swap_out()
+                self._stand_ins = {}
+                self._masters.raise_guards()
 
     @torch.no_grad()
     def _swap_in(self) -> None:
@@ -510,6 +512,8 @@ class CoupledStep:
                 master = self._masters.get(param)
                 if master is None:
                     continue
+                if self._masters.storage == "copy" and param.grad is not None:
+                    self._masters.make_full([master])
                 stand_in = self._stand_ins.get(param)
                 if stand_in is None:
                     stand_in = self._stand_ins[param] = _with_attributes(master.value(), param)
@@ -529,6 +533,8 @@ class CoupledStep:
             master = self._masters.get(param)
             assert master is not None
             master.set_(stand_in)
+            # the optimizer may have cleared gradients, or changed them
+            param.grad = stand_in.grad
             stand_in.grad = None
             if stand_in in state:
                 state[param] = state.pop(stand_in)

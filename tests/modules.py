@@ -17,6 +17,7 @@ from lightning_mp import MasterWeightPrecision, Trainer
 from tests.reference import fp32_run, same_bits
 
 MakeOptimizer = Callable[[Iterable[Any]], Optimizer]
+PLAIN_SGD, UNIT_SGD = partial(SGD, lr=0.1), partial(SGD, lr=1.0)
 QUIET: dict[str, Any] = {
     "accelerator": "cpu",
     "devices": 1,
@@ -48,7 +49,7 @@ class M(LightningModule):
     def __init__(
         self,
         net: nn.Module | None = None,
-        optimizer: MakeOptimizer = partial(SGD, lr=0.1),
+        optimizer: MakeOptimizer = PLAIN_SGD,
         rows: tuple[Tensor, Tensor] | None = None,
         batch: int = 2,
     ) -> None:
@@ -113,7 +114,7 @@ class Manual(M):
 class LinearLoss(M):
     """Its gradient is the batch's first row, whatever the weight: exact in bf16 if that row is."""
 
-    def __init__(self, inputs: Tensor, optimizer: MakeOptimizer = partial(SGD, lr=1.0)) -> None:
+    def __init__(self, inputs: Tensor, optimizer: MakeOptimizer = UNIT_SGD) -> None:
         super().__init__(nn.Linear(inputs.shape[1], 1, bias=False), optimizer, (inputs, inputs), batch=1)
 
     def loss(self, batch: list[Tensor]) -> Tensor:

@@ -30,13 +30,17 @@ from tests.modules import (
 )
 from tests.reference import fp32_run, same_bits
 
-pytestmark = pytest.mark.usefixtures("seeded")
+pytestmark = [
+    pytest.mark.usefixtures("seeded"),
+    pytest.mark.filterwarnings("ignore:Initializing zero-element tensors is a no-op"),
+    pytest.mark.filterwarnings("ignore:.*callbacks used to create the checkpoint need to be provided"),
+]
 both_storages = pytest.mark.parametrize("storage", ["split", "copy"])
 
 # relative to the quantity compared
 TOLERANCES = {
     "gradient norms": 0.05,  # weights and activations are rounded to bf16, 2^-9 each, and errors of a fit are differences
-    "LBFGS minimum": 0.02,  # a minimum of a loss that is computed from weights in bf16 is known to bf16
+    "minimum": 0.04,  # a minimum of a loss that is computed from weights in bf16 is known to bf16
     "gradients rounded one by one": 2**-9,  # half an ulp of bf16
 }
 
@@ -141,8 +145,11 @@ def test_a_weight_that_is_filled_in_on_train_start_steps_from_the_filled_value(p
 # --- A3: finetuning callbacks, Lightning-AI/pytorch-lightning#6891 -----------------------------------------------------------
 
 
+MOMENTUM = partial(SGD, lr=0.05, momentum=0.9)
+
+
 class Finetuned(M):
-    def __init__(self, optimizer: Any = partial(SGD, lr=0.05, momentum=0.9)) -> None:
+    def __init__(self, optimizer: Any = MOMENTUM) -> None:
         super().__init__(nn.Identity(), optimizer)
         self.backbone = nn.Linear(4, 4)
         self.head = nn.Linear(4, 1)
@@ -160,7 +167,7 @@ class Finetuned(M):
 
 
 class Finetuning(BackboneFinetuning):
-    """Lightning's, which restores its groups at resume but leaves the backbone frozen, in fp32 too: that is made up for here."""
+    """Lightning's, which restores its groups at resume but leaves the backbone frozen, in fp32 too; made up for here."""
 
     def __init__(self) -> None:
         super().__init__(unfreeze_backbone_at_epoch=1, backbone_initial_ratio_lr=0.5, verbose=False)
@@ -582,8 +589,8 @@ def test_an_optimizer_with_a_closure_reaches_the_fp32_minimum(storage, name):
     quiet_trainer("32-true", max_epochs=10).fit(fp32)
     quiet_trainer(bf16_master(storage), max_epochs=10).fit(module)
     for param, expected, start in zip(module.parameters(), fp32.parameters(), before, strict=True):
-        torch.testing.assert_close(param, expected, rtol=0, atol=TOLERANCES["LBFGS minimum"] * 2)
-        assert (expected - start).abs().max() > 0.1
+        torch.testing.assert_close(param, expected, rtol=0, atol=TOLERANCES["minimum"])
+        assert (expected - start).abs().max() > 0.05
 
 
 def test_each_evaluation_of_the_closure_sees_the_weights_that_the_optimizer_asks_about(plugin):

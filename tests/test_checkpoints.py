@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import pickle
 import warnings
 from typing import Any
 
@@ -295,6 +296,21 @@ def test_a_state_dict_taken_in_mid_run_is_not_changed_by_later_steps(storage, tm
     make_trainer(storage, tmp_path, max_epochs=1, callbacks=[OnBatch(take)]).fit(net)
     assert difference(taken[0], taken[1]) is None
     assert not same_bits(taken[0]["head.weight"], net.head.weight.detach())
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))], ids=["deepcopy", "pickle"])
+@pytest.mark.parametrize("storage", OURS)
+def test_a_copy_of_the_module_made_in_mid_run_gives_the_masters_of_that_moment(storage, copied, tmp_path):
+    taken = []
+
+    def take(trainer, module):
+        if trainer.global_step == 3:
+            taken.extend([masters_of(module), nn.ModuleList([copied(module.head), copied(module.frozen), copied(module.norm)])])
+
+    make_trainer(storage, tmp_path, max_epochs=1, callbacks=[OnBatch(take)]).fit(Net())
+    masters, (head, frozen, norm) = taken
+    for name, child in (("head", head), ("frozen", frozen), ("norm", norm)):
+        assert difference(child.state_dict(), {key: masters[f"{name}.{key}"] for key in child.state_dict()}) is None
 
 
 @pytest.mark.parametrize("storage", OURS)
