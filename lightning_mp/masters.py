@@ -106,7 +106,7 @@ class Master:
         if self.guard is not None:
             return join(param, self.remainder.masked_fill(self.guard != bits(param), 0))
         remainder = self.remainder.clone()
-        mend_zeros_([remainder], [bits(param)], were_edited=self.is_edited_unguarded)
+        mend_remainders_([remainder], [bits(param)], were_edited=self.is_edited_unguarded)
         return join(param, remainder)
 
     @property
@@ -288,7 +288,7 @@ class Masters:
         edited = [master for master in unguarded if master.is_edited_unguarded]
         for masters, were_edited in ((edited, True), ([m for m in unguarded if m.param.device.type != "cpu"], False)):
             if masters:  # where there is no checksum, edits may go unnoticed, but they are not to make NaNs
-                mend_zeros_([cast(Tensor, m.remainder) for m in masters], [bits(m.param) for m in masters], were_edited)
+                mend_remainders_([cast(Tensor, m.remainder) for m in masters], [bits(m.param) for m in masters], were_edited)
         for master in edited:
             master.mark()
         if edited and not self._edits_reported:
@@ -383,34 +383,50 @@ def clear_edited_(remainders: list[Tensor], guards: list[Tensor], present: list[
     torch._foreach_sub_(remainders, guards)
 
 
-def mend_zeros_(remainders: list[Tensor], present: list[Tensor], were_edited: bool) -> None:
-    """Mend the remainders that do not go with a bf16 zero; for parameters that may have been edited with no guard up.
+def mend_remainders_(remainders: list[Tensor], present: list[Tensor], were_edited: bool) -> None:
+    """Mend remainders that cannot belong to their bf16 value, for parameters that may have been edited with no guard up.
 
-    A remainder left beside an edited value moves it by less than half a bf16 ulp, except at zero, where a negative one would
-    wrap into a NaN. No master whose bf16 half is zero has a negative remainder, so nothing that is right is lost. In
-    parameters that are known to be edited, positive ones go too, as they would undo pruning; what that takes from an element
-    that was not edited is below 2^-133.
+    A remainder left beside an edited value moves it by less than half a bf16 ulp, except at the ends: a negative one at zero
+    and a positive one at infinity would carry into a NaN. No fp32 number splits into such a pair, so nothing that is right is
+    lost. In parameters that are known to be edited, all remainders at zero and infinity go, as those at zero would undo
+    pruning; what that takes from an element that was not edited is below 2^-133 or beyond 3.38e38.
 
     Args:
         remainders: int16 tensors.
         present: the parameters' present bits, int16.
         were_edited: whether the parameters are known to be edited.
     """
-    # min(|bits|, 1) is 1 except at 0.0, and, as the magnitude of -32768 wraps, below 1 at -0.0
-    nonzero = torch._foreach_abs(present)
-    torch._foreach_clamp_max_(nonzero, 1)
+    # int16 arithmetic over whole lists; differences wrap, but are 0 only for equal bits
+    finite = torch._foreach_sub(present, 0x7F80)  # inf
+    negative_finite = torch._foreach_add(present, 0x0080)  # -inf is 0xFF80 = -0x0080
+    torch._foreach_sign_(finite)
+    torch._foreach_sign_(negative_finite)
+    torch._foreach_mul_(finite, negative_finite)
+    torch._foreach_mul_(finite, finite)  # 0 at both infinities, else 1
+    nonzero = torch._foreach_abs(present)  # -0.0 is -32768, whose magnitude wraps to itself
+    torch._foreach_clamp_max_(nonzero, 1)  # 0 at 0.0, below 0 at -0.0, else 1
     if were_edited:
         torch._foreach_clamp_min_(nonzero, 0)
         torch._foreach_mul_(remainders, nonzero)
+        torch._foreach_mul_(remainders, finite)
     else:
-        torch._foreach_mul_(nonzero, -32768)  # the least remainder that may be, which wraps to 0 at -0.0
+        torch._foreach_mul_(nonzero, -32768)  # the least remainder that may be; wraps to 0 at -0.0
         torch._foreach_maximum_(remainders, nonzero)
+        torch._foreach_mul_(finite, 32767)  # the greatest
+        torch._foreach_minimum_(remainders, finite)
 
 
 def checksum(param: Tensor) -> int | None:
-    """The sum of a bf16 parameter's bits, eight bytes at a time, as a Python integer; None where reading it would be a sync."""
+    """A checksum of a bf16 parameter's bits and their places, or None where reading it would be a sync.
+
+    The bits are added up eight bytes at a time in 61 columns. Elements that change places go to another column, unless they
+    move by a multiple of 244.
+    """
     if param.device.type != "cpu" or param.dtype != BF16:
         return None
     elements = bits(param).numpy().ravel(order="K")
-    whole = elements.size // 4 * 4
-    return int(elements[:whole].view(np.int64).sum()) + int(elements[whole:].sum())
+    whole = elements.size // 244 * 244
+    if not whole:
+        return hash(elements.tobytes())
+    columns = elements[:whole].view(np.int64).reshape(-1, 61).sum(axis=0)
+    return hash((columns.tobytes(), elements[whole:].tobytes()))

@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -16,9 +17,10 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.nn.parameter import is_lazy
+from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils.hooks import RemovableHandle
 
-from lightning_mp.masters import Masters
+from lightning_mp.masters import BF16, Masters
 
 log = logging.getLogger(__name__)
 
@@ -65,9 +67,7 @@ def parameters_to_cast(module: Module, fp32_modules: Sequence[str | type[Module]
     for name, child in module.named_modules(remove_duplicate=False):
         for entry in fp32_modules:
             if entry == NORM:
-                # a wrapper that has the word in its name, such as PreNorm, is not to keep what it wraps
-                if _NORM_CLASS.search(type(child).__name__):
-                    kept.update(map(id, child.parameters(recurse=False)))
+                kept.update(map(id, _norm_parameters(child)))
                 unused.discard(entry)
             elif _matches_module(entry, name, child):
                 kept.update(map(id, child.parameters()))
@@ -93,12 +93,48 @@ def parameters_to_cast(module: Module, fp32_modules: Sequence[str | type[Module]
             f" and patterns for the names of modules, parameters or module classes, such as"
             f" {[name for name, _ in module.named_children()][:4]}."
         )
+    if shared := _names_that_share_memory(cast):
+        rank_zero_warn(
+            f"Parameters {' and '.join(shared)} share memory but are separate parameters. Under master weights they are apart"
+            " from now on. Assign the same Parameter to both to tie them."
+        )
     if foreign:
         log.info("No masters for parameters that are neither fp32 nor bf16, or not plain tensors: %s.", ", ".join(foreign))
     already = [name for name, param in cast if param.dtype == torch.bfloat16]
     if already:
         log.info("Masters start from the bf16 value of parameters that were bf16 before: %s.", ", ".join(already))
     return cast
+
+
+def _names_that_share_memory(named: list[tuple[str, Parameter]]) -> list[str]:
+    """The names of the first two parameters whose elements overlap in memory, or none."""
+    places = sorted(
+        (param.untyped_storage().data_ptr(), param.storage_offset(), param.numel(), name)
+        for name, param in named
+        if param.numel()
+    )
+    for (storage, start, size, name), (other_storage, other_start, _, other_name) in pairwise(places):
+        if storage == other_storage and other_start < start + size:
+            return [name, other_name]
+    return []
+
+
+def _norm_parameters(module: Module) -> list[Parameter]:
+    """The module's own parameters if it normalises, or those of its weights that are normalised themselves.
+
+    Not those of its children: a wrapper that has the word in its name, such as PreNorm, is not to keep what it wraps.
+    """
+    own = dict(module.named_parameters(recurse=False))
+    if _NORM_CLASS.search(type(module).__name__):
+        return list(own.values())
+    if isinstance(module, ParametrizationList) and any(_NORM_CLASS.search(type(child).__name__) for child in module):
+        return list(own.values())  # weight_norm and spectral_norm, as parametrizations
+    prefixes = tuple(
+        f"{hook.name}_"  # weight_norm and spectral_norm, as hooks, keep weight_orig or weight_g and weight_v
+        for hook in module._forward_pre_hooks.values()
+        if _NORM_CLASS.search(type(hook).__name__) and hasattr(hook, "name")
+    )
+    return [param for name, param in own.items() if prefixes and name.startswith(prefixes)]
 
 
 def _matches_module(entry: str | type[Module], name: str, module: Module) -> bool:
@@ -160,7 +196,7 @@ class _StateDictHooks:
             # what does not fit is left to torch, which knows how to complain
             if master is None or not isinstance(value, Tensor) or value.shape != master.param.shape:
                 continue
-            if value.is_floating_point():
+            if value.is_floating_point() and master.param.dtype == BF16:
                 if value.dtype in (torch.bfloat16, torch.float16):
                     self._masters.report_rounded(prefix + name, value.dtype)
                 master.set_(value)

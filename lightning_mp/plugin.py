@@ -120,7 +120,7 @@ class MasterWeightPrecision(Precision):
         _check_choice("reduce_dtype", reduce_dtype, ("fp32", "parameter"))
         if not isinstance(fp32_modules, Sequence) or isinstance(fp32_modules, str):
             hint = "" if fp32_modules is None else f", such as [{fp32_modules!r}]"
-            raise ValueError(f"fp32_modules={fp32_modules!r} must be a list{hint}; [] casts everything, [{NORM!r}] keeps norms.")
+            raise ValueError(f"fp32_modules={fp32_modules!r} must be a list{hint}; [] casts all, [{NORM!r}] is the default.")
         for entry in fp32_modules:
             if not isinstance(entry, str) and not (isinstance(entry, type) and issubclass(entry, Module)):
                 raise ValueError(f"fp32_modules has {entry!r}; legal are module classes, name patterns and {NORM!r}.")
@@ -355,7 +355,6 @@ class MasterWeightPrecision(Precision):
             super().clip_grad_by_norm(optimizer, clip_val)
         else:
             clip_by_norm_(cast(Iterable[Any], self.main_params(optimizer)), clip_val)
-
 
     # --- masters -------------------------------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from lightning.pytorch.strategies import (
     ModelParallelStrategy,
     SingleDeviceStrategy,
     SingleDeviceXLAStrategy,
+    StrategyRegistry,
     XLAStrategy,
 )
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -25,7 +26,8 @@ def check_strategy(strategy_or_module: Any) -> None:
     """Refuse a strategy that shards or replaces the optimizer step.
 
     Args:
-        strategy_or_module: a strategy, or a LightningModule that is attached to a trainer. A module without one passes.
+        strategy_or_module: a strategy, the name of one, or a LightningModule that is attached to a trainer. ``"auto"``, names
+            that Lightning does not know, and modules without a trainer pass.
 
     Raises:
         MisconfigurationException: with the strategy's name, and those that work.
@@ -36,10 +38,16 @@ def check_strategy(strategy_or_module: Any) -> None:
         if trainer is None:
             return
         strategy = trainer.strategy
-    if isinstance(strategy, SUPPORTED) and not isinstance(strategy, UNSUPPORTED):
+    if isinstance(strategy, str):
+        if strategy not in StrategyRegistry:
+            return
+        cls, given = StrategyRegistry[strategy]["strategy"], f"strategy={strategy!r}, which is "
+    else:
+        cls, given = type(strategy), ""
+    if issubclass(cls, SUPPORTED) and not issubclass(cls, UNSUPPORTED):
         return
     raise MisconfigurationException(
-        f"precision 'bf16-master' does not work with {type(strategy).__qualname__}. It works with"
+        f"precision 'bf16-master' does not work with {given}{cls.__qualname__}. It works with"
         f" {' and '.join(cls.__name__ for cls in SUPPORTED)}: pass strategy='auto' or 'ddp', or, for a strategy that shards,"
         " Lightning's precision='bf16-mixed', which keeps fp32 parameters."
     )

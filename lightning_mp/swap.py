@@ -475,6 +475,7 @@ class CoupledStep:
         self._masters = masters
         self._lists: list[list[Tensor]] = []
         self._originals: list[list[Tensor]] = []
+        self._states: list[dict[Any, Any]] = []
         self._stand_ins: dict[Tensor, Tensor] = {}
 
     def run(self, closure: Callable[[], Any], **kwargs: Any) -> Any:
@@ -492,7 +493,11 @@ class CoupledStep:
             finally:
                 self._swap_in()
 
-        self._lists = [group["params"] for group in self._optimizer.param_groups]
+        optimizers = nested_optimizers(self._optimizer)
+        # optimizers that wrap others share groups with them, as a rule
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        self._lists = list({id(group["params"]): group["params"] for group in groups}.values())
+        self._states = list({id(optimizer.state): optimizer.state for optimizer in optimizers}.values())
         self._originals = [list(params) for params in self._lists]
         with _step_hooks_once(self._optimizer, kwargs):
             self._swap_in()
@@ -506,7 +511,6 @@ class CoupledStep:
     @torch.no_grad()
     def _swap_in(self) -> None:
         self._masters.settle()
-        state = self._optimizer.state
         for params, original in zip(self._lists, self._originals, strict=True):
             for index, param in enumerate(original):
                 master = self._masters.get(param)
@@ -521,12 +525,10 @@ class CoupledStep:
                     stand_in.copy_(master.value())
                 stand_in.grad = None if param.grad is None else param.grad.detach().to(torch.float32)
                 params[index] = stand_in
-                if param in state:
-                    state[stand_in] = state.pop(param)
+                _rekey(self._states, param, stand_in)
 
     @torch.no_grad()
     def _swap_out(self) -> None:
-        state = self._optimizer.state
         for params, original in zip(self._lists, self._originals, strict=True):
             params[:] = original
         for param, stand_in in self._stand_ins.items():
@@ -536,5 +538,18 @@ class CoupledStep:
             # the optimizer may have cleared gradients, or changed them
             param.grad = stand_in.grad
             stand_in.grad = None
-            if stand_in in state:
-                state[param] = state.pop(stand_in)
+            _rekey(self._states, stand_in, param)
+
+
+def nested_optimizers(optimizer: Optimizer) -> list[Optimizer]:
+    """The optimizer and those that it holds in attributes, at any depth, as wrappers such as SAM and Lookahead do."""
+    found = [optimizer]
+    for outer in found:
+        found += [inner for inner in vars(outer).values() if isinstance(inner, Optimizer) and inner not in found]
+    return found
+
+
+def _rekey(states: list[dict[Any, Any]], old: Tensor, new: Tensor) -> None:
+    for state in states:
+        if (value := state.pop(old, None)) is not None:
+            state[new] = value

@@ -62,6 +62,8 @@ class Trainer(pl.Trainer):
                     f"precision_plugin={precision_plugin!r} and plugins={others!r} both choose the precision: keep one of them."
                 )
             kwargs["plugins"] = [*plugins, precision_plugin]
+            if getattr(precision_plugin, "has_masters", False):
+                check_strategy(kwargs.get("strategy", "auto"))  # before Lightning complains about something else
         super().__init__(precision=precision, **kwargs)
         if isinstance(self.precision_plugin, MasterWeightPrecision) and self.precision_plugin.has_masters:
             check_strategy(self.strategy)

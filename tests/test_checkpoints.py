@@ -165,9 +165,9 @@ def difference(left: Any, right: Any, path: str = "") -> str | None:
 def plain_fp32(path: Any) -> dict[str, Any]:
     """Open a file with torch's safe loader, and check that its weights are fp32 under the usual names."""
     checkpoint = torch.load(path, weights_only=True)
-    assert {name: tensor.dtype for name, tensor in checkpoint["state_dict"].items()} == {
-        name: torch.float32 for name in Net().state_dict()
-    }
+    assert {name: tensor.dtype for name, tensor in checkpoint["state_dict"].items()} == dict.fromkeys(
+        Net().state_dict(), torch.float32
+    )
     return checkpoint
 
 
@@ -298,7 +298,9 @@ def test_a_state_dict_taken_in_mid_run_is_not_changed_by_later_steps(storage, tm
     assert not same_bits(taken[0]["head.weight"], net.head.weight.detach())
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))], ids=["deepcopy", "pickle"])
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))], ids=["deepcopy", "pickle"]
+)
 @pytest.mark.parametrize("storage", OURS)
 def test_a_copy_of_the_module_made_in_mid_run_gives_the_masters_of_that_moment(storage, copied, tmp_path):
     taken = []
@@ -645,7 +647,7 @@ def test_the_file_of_another_model_is_refused_and_harms_neither_module_nor_file(
     content = digest(path)
     other = Other()
     before = {name: param.detach().clone() for name, param in other.named_parameters()}
-    with pytest.raises(RuntimeError, match="Missing key.*layer.weight"):
+    with pytest.raises(RuntimeError, match=r"Missing key.*layer\.weight"):
         make_trainer(storage, tmp_path, max_epochs=3).fit(other, ckpt_path=path)
     assert difference({name: param.detach() for name, param in other.named_parameters()}, before) is None
     assert digest(path) == content
