@@ -140,8 +140,11 @@ def clip_by_norm_(params: Iterable[Parameter], clip_val: float) -> Tensor | None
     norms = [*(torch._foreach_norm(low, 2, dtype=FP32) if low else ()), *(torch._foreach_norm(high, 2) if high else ())]
     total = torch.linalg.vector_norm(torch.stack([norm.to(device, FP32) for norm in norms]))
     factor = (clip_val / (total + 1e-6)).clamp(max=1.0)
-    for grad in grads:
-        local = factor.to(grad.device)
-        # the product is to be formed in fp32 and rounded once: a CPU does so with a 0-dim factor, others need a dimension
-        grad.mul_(local if grad.device.type == "cpu" or not grad.dim() else local.view(1))
+    # the product is to be formed in fp32 and rounded once: a CPU does so with a 0-dim factor, others need a dimension
+    if all(grad.device.type == "cpu" for grad in grads):
+        torch._foreach_mul_(grads, factor)
+    else:
+        for grad in grads:
+            local = factor.to(grad.device)
+            grad.mul_(local.view(1) if grad.dim() else local)
     return total

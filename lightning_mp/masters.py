@@ -11,11 +11,11 @@ Each distinct parameter has one :class:`Master`, however many modules or optimiz
 
 **Edits.** Users write to parameters between steps: clamping, re-initialisation, pruning, weight averaging. The edited value has
 to become the master, and the elements that were not touched have to keep their master bits. A full copy can always be compared
-with the parameter. A split master cannot: every pair of halves is a valid one. So a *guard*, a copy of the bf16 bits, is taken
-when a step ends and compared when the next forward begins; then it is dropped. It costs 2 bytes per parameter between steps
-and nothing while gradients and activations are alive. An edit made between the start of forward and the end of the step finds
-no guard. It is noticed by the tensor's version counter, and on a CPU by a checksum; it is kept to bf16 precision, and reported
-once.
+with the parameter. A split master cannot: every pair of halves is a valid one. So where hooks or callbacks could edit weights
+(:mod:`lightning_mp.edits`), a *guard*, a copy of the bf16 bits, is taken when a step ends and compared when the next forward
+begins; then it is dropped. It costs 2 bytes per parameter between steps and nothing while gradients and activations are alive.
+An edit that finds no guard, as between the start of forward and the end of the step, is noticed by the tensor's version
+counter, and on a CPU by a checksum. It is kept to bf16 precision, and reported once.
 """
 
 from __future__ import annotations
@@ -169,6 +169,8 @@ class Masters:
         self._names: dict[int, str] = {}
         self._edits_reported = False
         self._rounded_reported = False
+        #: Whether to guard parameters between steps.
+        self.guarding = True
         #: Changes whenever a remainder, a full copy or a parameter's memory is replaced, for those who hold aliases.
         self.generation = 0
 
@@ -246,20 +248,26 @@ class Masters:
     @torch.no_grad()
     def broadcast(self) -> None:
         """Give every rank the masters of rank 0, whose parameters it has already."""
-        guarded = any(master.guard is not None for master in self)
         for master in self:
             master.guard = None
             # not every backend sends int16; as bf16 the bits travel as they are
             dist.broadcast(cast(Tensor, master.full) if master.remainder is None else master.remainder.view(BF16), src=0)
-            master.mark()
-        if guarded:
+        self.end_step()
+
+    @torch.no_grad()
+    def end_step(self, guard: bool = False) -> None:
+        """Remember the parameters, to find out later whether they were edited: if guarding, or asked to, by their bits."""
+        for master in self:
+            if master.full is None:
+                master.mark()
+        if self.guarding or guard:
             self.raise_guards()
 
     @torch.no_grad()
     def raise_guards(self) -> None:
-        """Remember the bits of every split parameter, to find out in :meth:`settle` which elements were edited."""
+        """Remember the bits of every split parameter that was not edited since it was remembered last."""
         for master in self:
-            if master.full is None:
+            if master.full is None and master.guard is None and not master.is_edited_unguarded:
                 master.guard = bits(master.param).clone()
 
     @torch.no_grad()
@@ -294,9 +302,9 @@ class Masters:
         if edited and not self._edits_reported:
             self._edits_reported = True
             log.warning(
-                "Parameters were edited between the start of forward and the end of the optimizer step: %s%s. With split "
-                "masters such an edit is kept to bf16 precision (within half a bf16 ulp). Edit after the step instead, for "
-                "example in on_train_batch_end, or use master='copy', for an exact edit.",
+                "Parameters were edited where no edit is expected, such as between the start of forward and the end of the "
+                "optimizer step: %s%s. With split masters such an edit is kept to bf16 precision (within half a bf16 ulp). For "
+                "an exact one, edit in a hook between steps, such as on_train_batch_end, or use master='copy'.",
                 ", ".join(self.name(master) for master in edited[:5]),
                 ", ..." if len(edited) > 5 else "",
             )
@@ -419,14 +427,14 @@ def mend_remainders_(remainders: list[Tensor], present: list[Tensor], were_edite
 def checksum(param: Tensor) -> int | None:
     """A checksum of a bf16 parameter's bits and their places, or None where reading it would be a sync.
 
-    The bits are added up eight bytes at a time in 61 columns. Elements that change places go to another column, unless they
-    move by a multiple of 244.
+    The bits are added up eight bytes at a time in 64 stretches, which is as fast as they can be read. Elements that change
+    places within a stretch go unnoticed.
     """
     if param.device.type != "cpu" or param.dtype != BF16:
         return None
     elements = bits(param).numpy().ravel(order="K")
-    whole = elements.size // 244 * 244
+    whole = elements.size // 256 * 256
     if not whole:
         return hash(elements.tobytes())
-    columns = elements[:whole].view(np.int64).reshape(-1, 61).sum(axis=0)
-    return hash((columns.tobytes(), elements[whole:].tobytes()))
+    sums = elements[:whole].view(np.int64).reshape(64, -1).sum(axis=1)
+    return hash((sums.tobytes(), elements[whole:].tobytes()))

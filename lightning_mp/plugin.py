@@ -33,6 +33,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_mp.averaging import AverageInFp32
 from lightning_mp.cost.devices import bf16_support, check_bf16
+from lightning_mp.edits import may_edit_between_steps
 from lightning_mp.gradients import Fp32Reducer, accumulate_in_fp32, clip_by_norm_
 from lightning_mp.masters import BF16, Masters, Storage
 from lightning_mp.module import (
@@ -203,8 +204,8 @@ class MasterWeightPrecision(Precision):
         self._report_infinite()
         if self._is_fitting:
             self._handles.append(AverageInFp32(self._trainer.callbacks, self.fp32_parameters))
-            # for edits before the first step, in on_fit_start say; there are no gradients yet that would need the memory
-            self._masters.raise_guards()
+            self._masters.guarding = may_edit_between_steps(module, self._trainer)
+            self._masters.end_step()  # edits before the first step, in on_fit_start say, are edits between steps
         return module
 
     @property
@@ -225,6 +226,10 @@ class MasterWeightPrecision(Precision):
                 self._masters.broadcast()  # the parameters were, by then
             for optimizer in optimizers:
                 self._stepper(optimizer)
+            # a scheduler of the user's runs between steps, too
+            self._masters.guarding |= any(
+                not type(config.scheduler).__module__.startswith("torch.") for config in lr_schedulers
+            )
             self._is_ddp = isinstance(model, DistributedDataParallel)
             if isinstance(model, DistributedDataParallel):
                 self._connect_ddp(model)
@@ -295,6 +300,14 @@ class MasterWeightPrecision(Precision):
     def train_step_context(self) -> Generator[None, None, None]:
         """The context of ``training_step``. Edits since the last step become part of the masters as it is entered."""
         self._masters.drop_guards()
+        with self.forward_context():
+            yield
+
+    @contextmanager
+    def val_step_context(self) -> Generator[None, None, None]:
+        """The context of ``validation_step``. Edits in it are edits between steps."""
+        if self._is_fitting:
+            self._masters.raise_guards()
         with self.forward_context():
             yield
 

@@ -278,7 +278,7 @@ class BucketedStep:
 
     @torch.no_grad()
     def run(self, **kwargs: Any) -> Any:
-        """Step once. Gradients may be bf16 or fp32; parameters without one are left alone. Guards are up afterwards.
+        """Step once. Gradients may be bf16 or fp32; parameters without one are left alone.
 
         If the optimizer raises, ``param_groups`` and ``state`` hold the module's parameters all the same, and the masters of
         the bucket at fault are as before. No device-to-host sync.
@@ -295,7 +295,7 @@ class BucketedStep:
         lists = [group["params"] for group in optimizer.param_groups]
         originals = [list(params) for params in lists]
         result = None
-        with _step_hooks_once(optimizer, kwargs):
+        with _step_hooks_once(optimizer, kwargs) as hooks_follow:
             try:
                 # parameters that are fp32 themselves are stepped first, with no scratch
                 for params in lists:
@@ -313,7 +313,7 @@ class BucketedStep:
             finally:
                 for params, original in zip(lists, originals, strict=True):
                     params[:] = original
-                masters.raise_guards()
+                masters.end_step(guard=hooks_follow)
         return result
 
     def _make_plan(self) -> None:
@@ -429,8 +429,11 @@ def _with_attributes(stand_in: Tensor, param: Tensor) -> Tensor:
 
 
 @contextlib.contextmanager
-def _step_hooks_once(optimizer: Optimizer, kwargs: dict[str, Any]) -> Iterator[None]:
-    """Call the hooks that users registered on ``step`` once for all buckets, with the module's parameters in place."""
+def _step_hooks_once(optimizer: Optimizer, kwargs: dict[str, Any]) -> Iterator[bool]:
+    """Call the hooks that users registered on ``step`` once for all buckets, with the module's parameters in place.
+
+    Yields whether hooks are going to follow the step.
+    """
     hooked: tuple[tuple[Any, str], ...] = (
         (torch_optimizer, "_global_optimizer_pre_hooks"),
         (optimizer, "_optimizer_step_pre_hooks"),
@@ -439,7 +442,7 @@ def _step_hooks_once(optimizer: Optimizer, kwargs: dict[str, Any]) -> Iterator[N
     )
     hooks = [getattr(owner, name) for owner, name in hooked]
     if not any(hooks):
-        yield
+        yield False
         return
     for hook in chain(hooks[0].values(), hooks[1].values()):
         changed = hook(optimizer, (optimizer,), kwargs)
@@ -448,7 +451,7 @@ def _step_hooks_once(optimizer: Optimizer, kwargs: dict[str, Any]) -> Iterator[N
     for owner, name in hooked:
         setattr(owner, name, OrderedDict())
     try:
-        yield
+        yield bool(hooks[2] or hooks[3])
     finally:
         for (owner, name), original in zip(hooked, hooks, strict=True):
             setattr(owner, name, original)
@@ -499,14 +502,14 @@ class CoupledStep:
         self._lists = list({id(group["params"]): group["params"] for group in groups}.values())
         self._states = list({id(optimizer.state): optimizer.state for optimizer in optimizers}.values())
         self._originals = [list(params) for params in self._lists]
-        with _step_hooks_once(self._optimizer, kwargs):
+        with _step_hooks_once(self._optimizer, kwargs) as hooks_follow:
             self._swap_in()
             try:
                 return self._optimizer.step(closure=closure_on_parameters, **kwargs)
             finally:
                 self._swap_out()
                 self._stand_ins = {}
-                self._masters.raise_guards()
+                self._masters.end_step(guard=hooks_follow)
 
     @torch.no_grad()
     def _swap_in(self) -> None:

@@ -47,7 +47,7 @@ def adopted(value: Tensor, storage: str, guarded: bool = True) -> tuple[Masters,
     if storage == "copy":
         masters.make_full([master])
     if guarded:
-        masters.raise_guards()
+        masters.end_step()
     return masters, param, master
 
 
@@ -204,7 +204,7 @@ def test_set_takes_every_kind_of_number(storage, guarded):
     assert same_bits(canonical(master.value()), canonical(value))
     masters.settle()
     assert same_bits(canonical(master.value()), canonical(value))
-    masters.raise_guards()
+    masters.end_step()
     assert same_bits(canonical(master.value()), canonical(value))
     assert same_bits(param.isnan(), value.isnan())
 
@@ -306,7 +306,7 @@ def test_an_edit_in_each_of_several_rounds_is_kept(storage):
         param.data[index] = float(index) + 10
         value[index] = float(index) + 10
         masters.settle()
-        masters.raise_guards()
+        masters.end_step()
         assert same_bits(master.value(), value)
     assert master.guard is None or storage == "split"
 
@@ -440,7 +440,7 @@ def test_edits_before_a_full_copy_is_made_are_in_it(guarded):
     param = Parameter(value.clone())
     master = masters.adopt(param, "weight")
     if guarded:
-        masters.raise_guards()
+        masters.end_step()
     master.set_(value + 1)
     with torch.no_grad():
         param[0] = 0.0

@@ -253,7 +253,7 @@ def test_an_edited_parameter_takes_part_with_its_new_value():
     for storage in ("split", "copy"):
         params, masters, _ = run_on_masters(initial, gradients, OPTIMIZERS["SGD"], storage)
         before = masters.get(params[0]).value()
-        masters.raise_guards()
+        masters.end_step()
         params[0].data[0] = 0.5
         params[0].data[1, 0] = 0.0
         edited = before.clone()

@@ -1,6 +1,6 @@
 """Time of a whole training step of byte-GPT: master weights against Lightning's own precisions.
 
-    python -m tests.benchmarks.train_step [--threads 2] [--rounds 8] [--steps 20]
+    python -m tests.benchmarks.train_step [--threads 2] [--rounds 16] [--steps 8]
 
 Short fits of each candidate alternate in one process, so that what else the machine does falls on all of them alike. A step is
 timed from on_train_batch_start to on_train_batch_end; the first three of each fit are left out. Printed are the median over all
@@ -76,8 +76,8 @@ def fit(candidate: str, steps: int, batch_size: int, clip: float | None) -> list
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--rounds", type=int, default=16)
+    parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--batch-size", type=int, default=12)
     parser.add_argument("--clip", type=float, default=1.0, help="gradient_clip_val; 0 for none")
     parser.add_argument(

@@ -1,0 +1,56 @@
+"""Who may edit weights between the end of an optimizer step and the next forward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import LambdaCallback, ModelPruning
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch.nn import Module
+
+from lightning_mp.averaging import AVERAGING
+
+#: Hooks of a LightningModule in which user code runs then.
+BETWEEN_STEPS = (
+    "lr_scheduler_step",
+    "on_after_batch_transfer",
+    "on_before_batch_transfer",
+    "on_fit_start",
+    "on_save_checkpoint",
+    "on_train_batch_end",
+    "on_train_batch_start",
+    "on_train_epoch_end",
+    "on_train_epoch_start",
+    "on_train_start",
+    "on_validation_batch_end",
+    "on_validation_batch_start",
+    "on_validation_end",
+    "on_validation_epoch_end",
+    "on_validation_epoch_start",
+    "on_validation_model_eval",
+    "on_validation_model_train",
+    "on_validation_start",
+    "optimizer_step",
+    "transfer_batch_to_device",
+)
+#: Lightning's own callbacks that write to parameters, or run code that users give them.
+EDITING = (LambdaCallback, ModelPruning, *AVERAGING)
+TRUSTED_PACKAGES = ("lightning.pytorch.callbacks.", "lightning_mp.")
+
+
+def may_edit_between_steps(module: Module, trainer: pl.Trainer | None) -> bool:
+    """Whether there is code that could write to parameters between steps.
+
+    That is so in manual optimization, if the module overrides one of :data:`BETWEEN_STEPS`, and if there is a callback other
+    than Lightning's own that leave weights alone. Without a trainer it is assumed. Code in unusual places (a validation step,
+    a scheduler, a logger) is not looked for.
+    """
+    if trainer is None or not isinstance(module, pl.LightningModule):
+        return True
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    return (
+        not module.automatic_optimization
+        or any(is_overridden(hook, module) for hook in BETWEEN_STEPS)
+        or any(isinstance(cb, EDITING) or not f"{type(cb).__module__}.".startswith(TRUSTED_PACKAGES) for cb in callbacks)
+    )
