@@ -59,6 +59,7 @@ class Master:
     def __init__(self, param: Parameter) -> None:
         self.param = param
         self.full = self.guard = None
+        self._host_bits: tuple[int, np.ndarray[Any, Any]] | None = None
         grad, param.grad = param.grad, None
         if param.dtype == torch.float32:
             rounded, self.remainder = split(param)
@@ -74,7 +75,7 @@ class Master:
     def __getstate__(self) -> dict[str, Any]:
         # in a copy of the module nobody keeps the guard in step, so the copy carries one and stays exact under edits
         guard = self.guard if self.guard is not None or self.full is not None else bits(self.param).clone()
-        return {**self.__dict__, "guard": guard}
+        return {**self.__dict__, "guard": guard, "_host_bits": None}
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -112,12 +113,24 @@ class Master:
     @property
     def is_edited_unguarded(self) -> bool:
         """Whether the parameter is known to have been written to by others since the last :meth:`mark`."""
-        return self.param._version != self.version or self.checksum != checksum(self.param)
+        return self.param._version != self.version or self.checksum != self._checksum_now()
 
     def mark(self) -> None:
         """Remember the parameter as it is, as far as that takes no memory."""
         self.version = self.param._version
-        self.checksum = checksum(self.param)
+        self.checksum = self._checksum_now()
+
+    def _checksum_now(self) -> int | None:
+        """The parameter's checksum, or None where reading it would be a sync."""
+        param = self.param
+        if param.device.type != "cpu" or param.dtype != BF16:
+            return None
+        if not param.is_contiguous():
+            return checksum(bits(param).numpy().ravel(order="K"))
+        place = param.data_ptr()
+        if self._host_bits is None or self._host_bits[0] != place:  # an alias, made once, as that takes the most time
+            self._host_bits = (place, bits(param).view(-1).numpy())
+        return checksum(self._host_bits[1])
 
     @torch.no_grad()
     def set_(self, value: Tensor) -> None:
@@ -424,15 +437,12 @@ def mend_remainders_(remainders: list[Tensor], present: list[Tensor], were_edite
         torch._foreach_minimum_(remainders, finite)
 
 
-def checksum(param: Tensor) -> int | None:
-    """A checksum of a bf16 parameter's bits and their places, or None where reading it would be a sync.
+def checksum(elements: np.ndarray[Any, Any]) -> int:
+    """A checksum of int16 elements (1-d, contiguous) and their places.
 
-    The bits are added up eight bytes at a time in 64 stretches, which is as fast as they can be read. Elements that change
-    places within a stretch go unnoticed.
+    They are added up eight bytes at a time in 64 stretches, which is as fast as they can be read. Elements that change places
+    within a stretch go unnoticed.
     """
-    if param.device.type != "cpu" or param.dtype != BF16:
-        return None
-    elements = bits(param).numpy().ravel(order="K")
     whole = elements.size // 256 * 256
     if not whole:
         return hash(elements.tobytes())

@@ -44,7 +44,7 @@ from lightning_mp.module import (
     parameters_to_cast,
 )
 from lightning_mp.strategies import check_strategy, root_device
-from lightning_mp.swap import BucketedStep, CoupledStep, is_coupled, prepare, requires_closure
+from lightning_mp.swap import BucketedStep, CoupledStep, is_coupled, prepare, requires_closure, state_to_fp32_
 
 log = logging.getLogger(__name__)
 
@@ -81,11 +81,12 @@ class MasterWeightPrecision(Precision):
             modules or parameters, or for the names of module classes. ``"norm"`` stands for the normalisation layers. The
             list replaces the default; ``()`` casts everything.
         autocast: run forward under ``torch.autocast``, so that delicate operations are computed in fp32 and inputs of any
-            floating dtype meet bf16 weights. With ``False``, inputs must have the dtype of the weights that they meet.
+            floating dtype but float64 meet bf16 weights. With ``False``, and in layers that autocast does not know (on a CPU
+            ``nn.Bilinear``), inputs must have the dtype of the weights that they meet.
         bucket_mib: scratch memory of an optimizer step in MiB. Parameters are stepped in buckets of this size, or by
             themselves where one is larger and its optimizer cannot be given a slice of it.
         reduce_dtype: under DDP, average gradients over ranks in ``"fp32"``, or in ``"parameter"`` dtype, which halves the
-            traffic and the gradients' memory and rounds the average to bf16.
+            traffic and the gradients' memory, and rounds averages, and sums over micro-batches, to bf16.
 
     Raises:
         ValueError: an argument is not one of the legal values.
@@ -140,6 +141,7 @@ class MasterWeightPrecision(Precision):
         """Everything that belongs to one run of the trainer."""
         self._module: Module | None = None
         self._masters = Masters(self.master)
+        self._without_master: set[int] = set()  # parameters that are to have none, by id
         self._device_type = "cpu"
         self._steppers: dict[int, BucketedStep | CoupledStep] = {}
         self._handles: list[RemovableHandle | AverageInFp32] = []
@@ -200,6 +202,7 @@ class MasterWeightPrecision(Precision):
         self._module = module
         for name, param in parameters_to_cast(module, self.fp32_modules):
             self._masters.adopt(param, name)
+        self._without_master = {id(param) for param in module.parameters() if self._masters.get(param) is None}
         self._handles += attach_state_dict_hooks(module, self._masters)
         self._report_infinite()
         if self._is_fitting:
@@ -265,6 +268,21 @@ class MasterWeightPrecision(Precision):
                 stepper = BucketedStep(optimizer, self._masters, self.bucket_mib * MIB)
             self._steppers[id(optimizer)] = stepper
         return stepper
+
+    def _adopt_late_parameters(self, optimizer: Optimizer) -> None:
+        """Give masters to bf16 parameters that came to the optimizer after the module was converted."""
+        late = [
+            param
+            for group in optimizer.param_groups
+            for param in group["params"]
+            if param.dtype == BF16 and self._masters.get(param) is None and id(param) not in self._without_master
+        ]
+        if late:
+            names = {id(param): name for name, param in cast(Module, self._module).named_parameters()}
+            for param in late:
+                self._masters.adopt(param, names.get(id(param), f"a parameter of {type(optimizer).__qualname__}"))
+            state_to_fp32_(optimizer, self._masters)
+            log.info("%d bf16 parameters that were added later have fp32 masters from now on.", len(late))
 
     def _accumulate_products_in_fp32(self) -> None:
         """Switch torch's reduced-precision reductions off until teardown."""
@@ -347,6 +365,7 @@ class MasterWeightPrecision(Precision):
         if not len(self._masters):
             return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
         unwrapped = cast(Optimizer, optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer)
+        self._adopt_late_parameters(unwrapped)
         stepper = self._stepper(unwrapped)
         if isinstance(stepper, CoupledStep):
             if closure is do_nothing_closure and requires_closure(unwrapped):

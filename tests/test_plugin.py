@@ -2471,3 +2471,26 @@ class ZeroRedundancyOptimizer(SGD):
 def test_an_optimizer_that_shards_is_refused(plugin):
     with pytest.raises(MisconfigurationException, match=r"ZeroRedundancyOptimizer.*bf16-mixed"):
         quiet_trainer(plugin).fit(M(optimizer=partial(ZeroRedundancyOptimizer, lr=0.1)))
+
+
+# --- parameters that come later ---------------------------------------------------------------------------------------
+
+
+@both_storages
+def test_a_bf16_parameter_that_is_added_in_mid_run_gets_a_master(storage):
+    class Grows(M):
+        def on_train_epoch_start(self) -> None:
+            if self.current_epoch == 1:
+                self.late = nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
+                self.optimizers().add_param_group({"params": [self.late], "lr": 1e-3})
+
+        def loss(self, batch: list[Tensor]) -> Tensor:
+            # the gradient of `late` is 1; each update of 1e-3 is lost in bf16
+            return super().loss(batch) + (self.late.float().sum() if hasattr(self, "late") else 0.0)
+
+    module = Grows()
+    quiet_trainer(bf16_master(storage), max_epochs=2).fit(module)
+    steps = module.trainer.global_step // 2
+    assert module.late.dtype == FP32
+    assert module.late.item() == pytest.approx(1 - 1e-3 * steps, abs=1e-6)
+    assert module.state_dict()["late"].dtype == FP32

@@ -3,7 +3,7 @@
     python -m tests.benchmarks.train_step [--threads 2] [--rounds 16] [--steps 8]
 
 Short fits of each candidate alternate in one process, so that what else the machine does falls on all of them alike. A step is
-timed from on_train_batch_start to on_train_batch_end; the first three of each fit are left out. Printed are the median over all
+timed by RunRecorder, from batch start to batch end; the first three of each fit are left out. Printed are the median over all
 steps, and the median over rounds of the ratio to ``bf16-mixed`` in the same round.
 """
 
@@ -13,35 +13,19 @@ import argparse
 import logging
 import statistics
 import tempfile
-import time
 import warnings
 from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import Callback
 
 import lightning_mp
 from examples.byte_gpt import ByteGPT, ByteText
 from lightning_mp import MasterWeightPrecision
+from lightning_mp.callbacks.run_recorder import RunRecorder
 from tests.benchmarks.machine import describe
 
 WARM_UP = 3
-
-
-class StepTimer(Callback):
-    def __init__(self) -> None:
-        self.seconds: list[float] = []
-
-    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        self.start = time.perf_counter()
-
-    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        self.seconds.append(time.perf_counter() - self.start)
 
 
 def trainer_for(candidate: str, **kwargs: Any) -> L.Trainer:
@@ -53,12 +37,12 @@ def trainer_for(candidate: str, **kwargs: Any) -> L.Trainer:
 
 def fit(candidate: str, steps: int, batch_size: int, clip: float | None) -> list[float]:
     L.seed_everything(0, verbose=False)
-    timer = StepTimer()
+    recorder = RunRecorder()
     with tempfile.TemporaryDirectory() as root:
         trainer = trainer_for(
             candidate,
             max_steps=steps + WARM_UP,
-            callbacks=[timer],
+            callbacks=[recorder],
             gradient_clip_val=clip,
             accelerator="auto",
             devices=1,
@@ -70,7 +54,7 @@ def fit(candidate: str, steps: int, batch_size: int, clip: float | None) -> list
             default_root_dir=root,
         )
         trainer.fit(ByteGPT(lr=1e-4), datamodule=ByteText(batch_size=batch_size))
-    return timer.seconds[WARM_UP:]
+    return [record.step_time_ms for record in recorder.records[WARM_UP:]]
 
 
 def main() -> None:
@@ -98,13 +82,13 @@ def main() -> None:
     print(describe(arguments.threads))
     print(f"{arguments.rounds} rounds of {arguments.steps} steps, batch size {arguments.batch_size}, clip {arguments.clip}")
     print(f"{'':18s} {'median step':>12s} {'ratio':>7s}   ratios by round")
-    reference = [statistics.median(seconds) for seconds in times[candidates[0]]]
+    reference = [statistics.median(milliseconds) for milliseconds in times[candidates[0]]]
     for candidate in candidates:
-        medians = [statistics.median(seconds) for seconds in times[candidate]]
+        medians = [statistics.median(milliseconds) for milliseconds in times[candidate]]
         ratios = [median / base for median, base in zip(medians, reference, strict=True)]
-        everything = statistics.median([second for seconds in times[candidate] for second in seconds])
+        everything = statistics.median([ms for milliseconds in times[candidate] for ms in milliseconds])
         by_round = " ".join(f"{ratio:.2f}" for ratio in ratios)
-        print(f"{candidate:18s} {everything * 1e3:9.1f} ms {statistics.median(ratios):7.3f}   {by_round}")
+        print(f"{candidate:18s} {everything:9.1f} ms {statistics.median(ratios):7.3f}   {by_round}")
 
 
 if __name__ == "__main__":
