@@ -76,7 +76,7 @@ class MasterWeightPrecision(Precision):
     Args:
         precision: one of the above.
         master: ``"split"`` keeps the 16 bits that a bf16 parameter lacks of its fp32 master; ``"copy"`` keeps a full fp32
-            copy, which costs 2 bytes per parameter more and takes about 0.6 of the time per optimizer step.
+            copy, which costs 2 bytes per parameter more and makes the optimizer step somewhat faster.
         fp32_modules: which modules keep fp32 parameters: module classes, or patterns (``fnmatch``) for the qualified names of
             modules or parameters, or for the names of module classes. ``"norm"`` stands for the normalisation layers. The
             list replaces the default; ``()`` casts everything.
