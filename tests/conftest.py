@@ -12,9 +12,10 @@ import torch
 from lightning_mp import MasterWeightPrecision
 
 
-@pytest.fixture
-def seeded() -> None:
-    torch.manual_seed(0)
+@pytest.fixture(autouse=True, scope="session")
+def one_thread() -> None:
+    """Sums are formed in an order that depends on the number of threads, and bits are compared here."""
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(params=["split", "copy"])
