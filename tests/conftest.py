@@ -18,6 +18,11 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
+@pytest.fixture
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
 @pytest.fixture(params=["split", "copy"])
 def plugin(request: pytest.FixtureRequest) -> MasterWeightPrecision:
     """A ``bf16-master`` plugin of each storage."""
