@@ -182,6 +182,7 @@ class Masters:
         self._names: dict[int, str] = {}
         self._edits_reported = False
         self._rounded_reported = False
+        self._copy_reported = False
         #: Whether to guard parameters between steps.
         self.guarding = True
         #: Changes whenever a remainder, a full copy or a parameter's memory is replaced, for those who hold aliases.
@@ -320,6 +321,16 @@ class Masters:
                 "an exact one, edit in a hook between steps, such as on_train_batch_end, or use master='copy'.",
                 ", ".join(self.name(master) for master in edited[:5]),
                 ", ..." if len(edited) > 5 else "",
+            )
+
+    def report_copy(self) -> None:
+        """Say once what a copy of the module is that is made now."""
+        if not self._copy_reported:
+            self._copy_reported = True
+            log.warning(
+                "A module was copied or pickled during a run. The copy has bf16 parameters; its state_dict has their masters,"
+                " but what is averaged into it is rounded to bf16. Copy it, and average, within"
+                " trainer.precision_plugin.fp32_parameters() to have an fp32 module."
             )
 
     def report_rounded(self, name: str, dtype: torch.dtype) -> None:

@@ -24,7 +24,7 @@ from lightning_mp.masters import BF16, Masters
 
 log = logging.getLogger(__name__)
 
-#: In a list of modules to keep in fp32: the normalisation layers.
+#: In a list of modules to keep in fp32: the normalisation layers, and weights that are computed by parametrizations.
 NORM = "norm"
 _NORM_CLASS = re.compile(r"(?i)norm(alization)?(\d+d)?$")
 
@@ -56,7 +56,7 @@ def parameters_to_cast(module: Module, fp32_modules: Sequence[str | type[Module]
     """The parameters that are to be bf16 under masters, each once, with its qualified name.
 
     These are the fp32 parameters that ``fp32_modules`` does not keep, and those that are bf16 already. Parameters of other
-    dtypes, and buffers, are left alone.
+    dtypes, and buffers, are left alone. bf16 parameters that ``fp32_modules`` keeps become fp32 here.
 
     Args:
         module: the root.
@@ -87,6 +87,11 @@ def parameters_to_cast(module: Module, fp32_modules: Sequence[str | type[Module]
             foreign.append(f"{name} ({param.dtype})")
     # a parameter that is shared with a module that is kept stays fp32 under all its names
     cast = [(name, param) for name, param in cast if id(param) not in kept]
+    for name, param in module.named_parameters():
+        if id(param) in kept and param.dtype == BF16:
+            log.info("%s was bf16, and is fp32 from now on, as fp32_modules has it.", name)
+            param.grad = None
+            param.data = param.data.float()
     if unused:
         rank_zero_warn(
             f"fp32_modules names what this module does not have: {sorted(map(str, unused))}. Legal are module classes,"
@@ -120,15 +125,17 @@ def _names_that_share_memory(named: list[tuple[str, Parameter]]) -> list[str]:
 
 
 def _norm_parameters(module: Module) -> list[Parameter]:
-    """The module's own parameters if it normalises, or those of its weights that are normalised themselves.
+    """The module's own parameters if it normalises, or those from which it computes its weights in each forward.
 
-    Not those of its children: a wrapper that has the word in its name, such as PreNorm, is not to keep what it wraps.
+    The latter are parametrizations, and the hooks of weight_norm and spectral_norm: they mix weights with fp32 buffers, and
+    have operations that autocast does not know and that fail in bf16 (the matrix exponential of ``orthogonal``). Not the
+    parameters of its children: a wrapper that has the word in its name, such as PreNorm, is not to keep what it wraps.
     """
     own = dict(module.named_parameters(recurse=False))
     if _NORM_CLASS.search(type(module).__name__):
         return list(own.values())
-    if isinstance(module, ParametrizationList) and any(_NORM_CLASS.search(type(child).__name__) for child in module):
-        return list(own.values())  # weight_norm and spectral_norm, as parametrizations
+    if isinstance(module, ParametrizationList):
+        return list(own.values())
     prefixes = tuple(
         f"{hook.name}_"  # weight_norm and spectral_norm, as hooks, keep weight_orig or weight_g and weight_v
         for hook in module._forward_pre_hooks.values()
@@ -179,6 +186,7 @@ class _StateDictHooks:
         self._masters = masters
 
     def __getstate__(self) -> dict[str, Any]:
+        self._masters.report_copy()
         return {"_module": self._module, "_masters": self._masters.only(self._module._parameters.values())}
 
     def save(self, module: Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:

@@ -78,13 +78,13 @@ class MasterWeightPrecision(Precision):
         master: ``"split"`` keeps the 16 bits that a bf16 parameter lacks of its fp32 master; ``"copy"`` keeps a full fp32
             copy, which costs 2 bytes per parameter more and makes the optimizer step somewhat faster.
         fp32_modules: which modules keep fp32 parameters: module classes, or patterns (``fnmatch``) for the qualified names of
-            modules or parameters, or for the names of module classes. ``"norm"`` stands for the normalisation layers. The
-            list replaces the default; ``()`` casts everything.
+            modules or parameters, or for the names of module classes. ``"norm"`` stands for the normalisation layers and for
+            weights that are computed by parametrizations. The list replaces the default; ``()`` casts everything.
         autocast: run forward under ``torch.autocast``, so that delicate operations are computed in fp32 and inputs of any
             floating dtype but float64 meet bf16 weights. With ``False``, and in layers that autocast does not know (on a CPU
             ``nn.Bilinear``), inputs must have the dtype of the weights that they meet.
         bucket_mib: scratch memory of an optimizer step in MiB. Parameters are stepped in buckets of this size, or by
-            themselves where one is larger and its optimizer cannot be given a slice of it.
+            themselves where one is larger and its optimizer cannot be given a slice of it. 0 makes buckets as small as can be.
         reduce_dtype: under DDP, average gradients over ranks in ``"fp32"``, or in ``"parameter"`` dtype, which halves the
             traffic and the gradients' memory, and rounds averages, and sums over micro-batches, to bf16.
 
@@ -126,6 +126,8 @@ class MasterWeightPrecision(Precision):
         for entry in fp32_modules:
             if not isinstance(entry, str) and not (isinstance(entry, type) and issubclass(entry, Module)):
                 raise ValueError(f"fp32_modules has {entry!r}; legal are module classes, name patterns and {NORM!r}.")
+        if not isinstance(autocast, bool):
+            raise ValueError(f"autocast={autocast!r} must be True or False.")
         if isinstance(bucket_mib, bool) or not isinstance(bucket_mib, (int, float)) or not bucket_mib >= 0:
             raise ValueError(f"bucket_mib={bucket_mib!r} must be a number of MiB, 0 or more.")
         self.precision = precision  # type: ignore[assignment]  # Lightning's literal does not know ours
@@ -363,7 +365,9 @@ class MasterWeightPrecision(Precision):
     ) -> Any:
         """Run the closure, the hooks and gradient clipping, then step the optimizer on the fp32 masters."""
         if not len(self._masters):
-            return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
+            result = super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
+            self._window_is_open = False
+            return result
         unwrapped = cast(Optimizer, optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer)
         self._adopt_late_parameters(unwrapped)
         stepper = self._stepper(unwrapped)
@@ -545,6 +549,8 @@ def _check_choice(name: str, value: object, legal: tuple[str, ...]) -> None:
             " use 'bf16-master' or 'bf16-mixed', or Lightning's own precision='16-mixed' on a GPU."
         )
     hint = ""
+    if name == "precision" and value in ("bf16", "16", "fp16"):
+        hint = " 'bf16-master' has bf16 parameters with fp32 masters, 'bf16-mixed' fp32 parameters; fp16 is not available yet."
     if name == "precision" and value in ("bf16-true", "16-true", "64-true"):
         hint = f" {value!r} is Lightning's own: pass precision={value!r} to the Trainer, and no precision plugin."
     raise ValueError(f"{name}={value!r} is not one of {', '.join(map(repr, legal))}.{hint}")

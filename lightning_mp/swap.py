@@ -214,7 +214,8 @@ def prepare(optimizer: Optimizer, masters: Masters) -> list[RemovableHandle]:
     Returns:
         The handles of the hooks that were put on ``optimizer.load_state_dict``.
     """
-    state_to_fp32_(optimizer, masters)
+    for nested in nested_optimizers(optimizer):
+        state_to_fp32_(nested, masters)
     if isinstance(optimizer, torch.optim.Adagrad):
         # its constructor rounded the initial value to bf16
         for group in optimizer.param_groups:
@@ -240,10 +241,11 @@ def prepare(optimizer: Optimizer, masters: Masters) -> list[RemovableHandle]:
                     if isinstance(value, Tensor) and value.is_floating_point() and state[name].dtype == param.dtype:
                         state[name] = value.detach().to(param.device, torch.float32, copy=True)
 
-    return [
-        optimizer.register_load_state_dict_pre_hook(remember),
-        optimizer.register_load_state_dict_post_hook(restore),
-    ]
+    # a wrapper that never ran Optimizer.__init__ has no hooks of its own, and passes state on to the one that it wraps
+    hooked = next((o for o in nested_optimizers(optimizer) if hasattr(o, "_optimizer_load_state_dict_pre_hooks")), None)
+    if hooked is None:
+        return []
+    return [hooked.register_load_state_dict_pre_hook(remember), hooked.register_load_state_dict_post_hook(restore)]
 
 
 def state_to_fp32_(optimizer: Optimizer, masters: Masters) -> None:
@@ -440,7 +442,7 @@ def _step_hooks_once(optimizer: Optimizer, kwargs: dict[str, Any]) -> Iterator[b
         (optimizer, "_optimizer_step_post_hooks"),
         (torch_optimizer, "_global_optimizer_post_hooks"),
     )
-    hooks = [getattr(owner, name) for owner, name in hooked]
+    hooks = [getattr(owner, name, {}) for owner, name in hooked]  # wrappers may not have run Optimizer.__init__
     if not any(hooks):
         yield False
         return

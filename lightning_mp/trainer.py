@@ -52,7 +52,10 @@ class Trainer(pl.Trainer):
             )
         if precision_plugin is not None:
             if isinstance(precision_plugin, str):
-                precision_plugin = MasterWeightPrecision(precision_plugin)  # type: ignore[arg-type]
+                try:
+                    precision_plugin = MasterWeightPrecision(precision_plugin)  # type: ignore[arg-type]
+                except ValueError as error:
+                    raise ValueError(f"Trainer(precision_plugin={precision_plugin!r}): {error}") from error
             _check_agreement(precision, precision_plugin)
             precision = None
             plugins = kwargs.pop("plugins", None)

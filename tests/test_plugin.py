@@ -2494,3 +2494,82 @@ def test_a_bf16_parameter_that_is_added_in_mid_run_gets_a_master(storage):
     assert module.late.dtype == FP32
     assert module.late.item() == pytest.approx(1 - 1e-3 * steps, abs=1e-6)
     assert module.state_dict()["late"].dtype == FP32
+
+
+# --- faults that newcomers met ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-master"])
+def test_a_checkpoint_outside_of_a_window_is_saved_without_a_word(precision, tmp_path, said):
+    trainer = quiet_trainer(precision, max_epochs=1)
+    trainer.fit(M())
+    trainer.save_checkpoint(tmp_path / "file.ckpt")
+    assert "accumulation window" not in said
+
+
+@both_storages
+def test_an_orthogonal_parametrization_trains(storage):
+    class Orthogonal(M):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rotate = nn.utils.parametrizations.orthogonal(nn.Linear(4, 4))
+
+        def loss(self, batch: list[Tensor]) -> Tensor:
+            return nn.functional.mse_loss(self.layer(self.rotate(batch[0])), batch[1])
+
+    module = Orthogonal()
+    quiet_trainer(bf16_master(storage), max_epochs=2).fit(module)
+    assert all(param.isfinite().all() for param in module.parameters())
+
+
+@both_storages
+def test_norm_layers_of_a_bf16_module_become_fp32(storage):
+    class Normed(M):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.LayerNorm(4)
+
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            assert self.norm.weight.dtype == FP32
+            assert self.layer.weight.dtype == BF16
+            return nn.functional.mse_loss(self.layer(self.norm(batch[0])), batch[1])
+
+    module = Normed().bfloat16()
+    quiet_trainer(bf16_master(storage), max_epochs=2).fit(module)
+    assert {param.dtype for param in module.parameters()} == {FP32}
+    assert (module.norm.weight != 1).any()
+
+
+@both_storages
+def test_a_wrapper_that_never_ran_the_constructor_of_optimizer_works(storage):
+    class Wrapper(Optimizer):
+        def __init__(self, params: Any, lr: float) -> None:  # no super().__init__(), as in published Lookaheads
+            self.inner = SGD(params, lr=lr)
+            self.param_groups, self.state, self.defaults = self.inner.param_groups, self.inner.state, self.inner.defaults
+
+        def step(self, closure: Any = None) -> Any:
+            return self.inner.step(closure)
+
+        def zero_grad(self, set_to_none: bool = True) -> None:
+            self.inner.zero_grad(set_to_none)
+
+        def state_dict(self) -> dict[str, Any]:
+            return self.inner.state_dict()
+
+    module = M(optimizer=partial(Wrapper, lr=0.01))
+    plain = copy.deepcopy(module)
+    plain.make_optimizer = partial(SGD, lr=0.01)
+    quiet_trainer(bf16_master(storage), max_epochs=2).fit(module)
+    quiet_trainer(bf16_master(storage), max_epochs=2).fit(plain)
+    assert_same(module.parameters(), values(plain))
+
+
+def test_a_copy_in_mid_run_is_reported_once(said):
+    module = TakesCopies(copy.deepcopy)
+    quiet_trainer(bf16_master("split"), max_steps=2).fit(module)
+    assert said.count("fp32_parameters()|copied") == 1
+
+
+def test_autocast_is_to_be_a_bool():
+    with pytest.raises(ValueError, match=r"autocast='no'.*True or False"):
+        MasterWeightPrecision("bf16-master", autocast="no")

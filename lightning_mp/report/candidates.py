@@ -12,10 +12,7 @@ REFERENCE = "32-true"
 DEFAULT = (REFERENCE, "bf16-mixed", "bf16-true", "bf16-master")
 
 CANDIDATES: Mapping[str, Mapping[str, str | None]] = {
-    **{
-        name: {"precision": None, "precision_plugin": name}
-        for name in (REFERENCE, "bf16-mixed", "bf16-master", "16-mixed", "16-master", "auto")
-    },
+    **{name: {"precision": None, "precision_plugin": name} for name in (REFERENCE, "bf16-mixed", "bf16-master", "auto")},
     "bf16-true": {"precision": "bf16-true", "precision_plugin": None},
 }
 

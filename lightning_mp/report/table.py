@@ -92,7 +92,9 @@ def _sections(comparison: Comparison) -> list[list[tuple[str, Cell]]]:
 
 def _gap_sentences(comparison: Comparison) -> list[str]:
     if comparison.reference is None:
-        return [f"No finished {REFERENCE} run to compare with: add {REFERENCE} to --precisions for ratios and gaps."]
+        asked = REFERENCE in comparison.precisions
+        remedy = "it did not finish." if asked else f"add {REFERENCE} to --precisions for ratios and gaps."
+        return [f"No finished {REFERENCE} run to compare with: {remedy}"]
     gaps = {
         result.precision: gap
         for result in comparison.results

@@ -39,8 +39,9 @@ def main():
     if name == "auto":  # what Ctrl-C does while a worker runs
         with open(os.path.join(spec["folder"], "pid"), "w") as file:
             file.write(str(os.getpid()))
-        os.kill(os.getppid(), signal.SIGINT)
-        time.sleep(60)
+        for _ in range(15):  # Python drops an interrupt that comes while it collects garbage; a person presses again
+            os.kill(os.getppid(), signal.SIGINT)
+            time.sleep(4)
     if name == "bf16-mixed":
         time.sleep(0.3)  # the parent copies the first line into the log by then
         print("last words", file=sys.stderr)
