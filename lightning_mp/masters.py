@@ -272,10 +272,12 @@ class Masters:
     def end_step(self, guard: bool = False) -> None:
         """Remember the parameters, to find out later whether they were edited: if guarding, or asked to, by their bits."""
         for master in self:
-            if master.full is None:
+            if master.full is not None:
+                continue  # can be compared with its parameter at any time
+            if self.guarding or guard:
+                master.guard = bits(master.param).clone()
+            else:
                 master.mark()
-        if self.guarding or guard:
-            self.raise_guards()
 
     @torch.no_grad()
     def raise_guards(self) -> None:

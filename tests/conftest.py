@@ -12,9 +12,12 @@ import torch
 from lightning_mp import MasterWeightPrecision
 
 
-@pytest.fixture(autouse=True, scope="session")
+@pytest.fixture(autouse=True)
 def one_thread() -> None:
-    """Sums are formed in an order that depends on the number of threads, and bits are compared here."""
+    """Sums are formed in an order that depends on the number of threads, and bits are compared here.
+
+    For each test, as Lightning's launchers set the number of threads of the process that they are called in.
+    """
     torch.set_num_threads(1)
 
 
