@@ -21,6 +21,8 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_mp.masters import laid_out_like
+
 FP32 = torch.float32
 
 
@@ -90,12 +92,8 @@ class Fp32Reducer:
             work = dist.all_reduce(buffer, group=group, async_op=True)
             return work.get_future().then(lambda future: future.value()[0])
         average = buffer.to(FP32)
-        parts = [
-            part.view(param.shape)
-            if param.is_contiguous()
-            else part.as_strided(param.size(), param.stride(), part.storage_offset())
-            for param, part in zip(params, average.split([param.numel() for param in params]), strict=True)
-        ]
+        sizes = [param.numel() for param in params]
+        parts = [laid_out_like(part, param) for param, part in zip(params, average.split(sizes), strict=True)]
         for param, part in zip(params, parts, strict=True):
             if id(param) in self._sums:
                 part.add_(self._sums[id(param)])

@@ -44,6 +44,11 @@ def bits(tensor: Tensor) -> Tensor:
     return tensor.detach().view(torch.int16)
 
 
+def laid_out_like(elements: Tensor, param: Tensor) -> Tensor:
+    """View 1-d ``elements`` with the shape and the memory layout of the dense tensor ``param``."""
+    return elements.as_strided(param.size(), param.stride(), elements.storage_offset())
+
+
 class Master:
     """The fp32 value of one bf16 parameter.
 

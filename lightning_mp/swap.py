@@ -38,7 +38,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_mp.masters import Master, Masters
+from lightning_mp.masters import Master, Masters, laid_out_like
 from lightning_mp.numerics.split import canonical_nan_, round_to_bf16_bits_
 
 #: Optimizers that update each element from that element's own gradient and state.
@@ -110,9 +110,7 @@ class _Piece:
 
     def shape(self, elements: Tensor) -> Tensor:
         """1-d ``elements`` in the shape, and the memory layout, in which the optimizer is to see this piece."""
-        if self.slice is not None:
-            return elements
-        return elements.as_strided(self.param.size(), self.param.stride(), elements.storage_offset())
+        return elements if self.slice is not None else laid_out_like(elements, self.param)
 
 
 def _size(pieces: list[_Piece]) -> int:
