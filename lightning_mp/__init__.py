@@ -9,16 +9,32 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lightning_mp.numerics.loss_scale import AdaptiveLossScale as AdaptiveLossScale
+    from lightning_mp.numerics.loss_scale import DynamicLossScale as DynamicLossScale
+    from lightning_mp.numerics.loss_scale import NoLossScale as NoLossScale
+    from lightning_mp.numerics.loss_scale import StaticLossScale as StaticLossScale
     from lightning_mp.plugin import MasterWeightPrecision as MasterWeightPrecision
     from lightning_mp.trainer import Trainer as Trainer
 
 __version__ = "0.1.0"
 
 _PUBLIC = {
+    "AdaptiveLossScale": "lightning_mp.numerics.loss_scale",
+    "DynamicLossScale": "lightning_mp.numerics.loss_scale",
     "MasterWeightPrecision": "lightning_mp.plugin",
+    "NoLossScale": "lightning_mp.numerics.loss_scale",
+    "StaticLossScale": "lightning_mp.numerics.loss_scale",
     "Trainer": "lightning_mp.trainer",
 }
-__all__ = ["MasterWeightPrecision", "Trainer", "__version__"]
+__all__ = [
+    "AdaptiveLossScale",
+    "DynamicLossScale",
+    "MasterWeightPrecision",
+    "NoLossScale",
+    "StaticLossScale",
+    "Trainer",
+    "__version__",
+]
 
 
 def __getattr__(name: str) -> Any:

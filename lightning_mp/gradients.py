@@ -1,4 +1,4 @@
-"""Gradients of 16-bit parameters, accumulated and reduced in fp32.
+"""Gradients, accumulated, reduced, unscaled and measured in fp32.
 
 autograd gives a bf16 parameter a bf16 gradient. That is what one backward computed, and it is kept as it is: 2 bytes per
 parameter. But a *sum* in bf16 loses what is below half an ulp of it: 256 + 0.25 = 256. So as soon as a second gradient is to be
@@ -10,27 +10,36 @@ added, the sum goes over to fp32:
 
 DistributedDataParallel also averages over the ranks in the gradient's dtype. :class:`Fp32Reducer` registers a communication
 hook that averages in fp32, and leaves the fp32 average in ``parameter.grad``.
+
+Gradients of a scaled loss are unscaled as soon as backward is over (:func:`unscale_`), into fp32: in fp16 a gradient of 2^-9
+made at scale 2^17 would become 2^-26, which is 0. The pass that unscales them also finds their largest magnitude, which is
+infinite or NaN if any element is, so that one number tells both how much of fp16's range is used and whether it was left.
 """
 
 # no `from __future__ import annotations`: torch checks the annotations of a communication hook as objects
 from collections.abc import Iterable
+from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_mp.masters import laid_out_like
 
 FP32 = torch.float32
+LOW = (torch.bfloat16, torch.float16)
+#: On a CPU, gradients with fewer elements than this are handled many at a time, as each call has a fixed cost.
+SMALL = 1 << 14
 
 
 def accumulate_in_fp32(params: Iterable[Parameter]) -> None:
     """Make those gradients fp32 that another is going to be added to; to be called before a backward, on one device.
 
     Args:
-        params: bf16 parameters with ``grad_dtype=None``.
+        params: 16-bit parameters with ``grad_dtype=None``.
     """
     for param in params:
         grad = param.grad
@@ -43,11 +52,11 @@ class Fp32Reducer:
 
     Args:
         model: the wrapped module, with no communication hook yet.
-        params: its bf16 parameters, with ``grad_dtype=None``.
+        params: its 16-bit parameters, with ``grad_dtype=None``.
 
     On every rank and after each backward ``parameter.grad`` is fp32: the sum of this rank's micro-batches so far while
     synchronisation is off, the average over ranks after the synchronised one. It takes 4 bytes per parameter from the end of
-    backward until the gradients are cleared, and twice bf16's traffic.
+    backward until the gradients are cleared, and twice the traffic of 16 bits.
     """
 
     def __init__(self, model: DistributedDataParallel, params: Iterable[Parameter]) -> None:
@@ -59,7 +68,7 @@ class Fp32Reducer:
         model.register_comm_hook(model.process_group, self._reduce)
 
     def before_backward(self) -> None:
-        """Take fp32 sums away, as DistributedDataParallel demands bf16 gradients."""
+        """Take fp32 sums away, as DistributedDataParallel demands gradients of the parameter's dtype."""
         for param in self._params:
             if param.grad is not None and param.grad.dtype == FP32:
                 self._sums[id(param)] = param.grad
@@ -69,7 +78,7 @@ class Fp32Reducer:
         """Put fp32 gradients in place; to be called after each backward."""
         synchronised = self._model.require_backward_grad_sync
         if synchronised and self._model.gradient_as_bucket_view:
-            # now, not at the next forward, where it would put bf16 views in the place of the fp32 averages
+            # now, not at the next forward, where it would put 16-bit views in the place of the fp32 averages
             self._model.reducer._rebuild_buckets()
         for param in self._params:
             key, grad = id(param), param.grad
@@ -109,6 +118,114 @@ class Fp32Reducer:
         return work.get_future().then(keep)
 
 
+# --- scaled gradients ------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def scale_(params: Iterable[Parameter], scale: float) -> None:
+    """Multiply gradients in place by ``scale``: exact for a power of two, if they are fp32."""
+    grads = [_elements(param.grad) for param in params if param.grad is not None]
+    if scale != 1.0 and grads:
+        torch._foreach_mul_(grads, scale)
+
+
+@torch.no_grad()
+def unscale_(params: Iterable[Parameter], scale: float, widen: bool) -> Tensor | None:
+    """Divide gradients by the loss scale, and find the largest magnitude that they had.
+
+    Sparse gradients are coalesced, in fp32.
+
+    Args:
+        params: parameters; those without a gradient are passed over.
+        scale: a power of two, so that the division is exact.
+        widen: replace 16-bit gradients by fp32 ones before they are divided; their parameters must have ``grad_dtype=None``.
+            Others are divided in place.
+
+    Returns:
+        The largest magnitude before the division (0-dim, fp32), infinite or NaN if any element is, or None if there is no
+        element. No device-to-host sync.
+    """
+    kinds: dict[tuple[str, bool], list[Parameter]] = {}
+    for param in params:
+        grad = param.grad
+        if grad is None or not grad.numel():
+            continue
+        if grad.is_sparse:
+            grad = param.grad = (grad.to(FP32) if grad.dtype in LOW else grad).coalesce()
+        kinds.setdefault((grad.device.type, grad.dtype in LOW), []).append(param)
+    extremes: list[Tensor] = []
+    for (device_type, is_low), group in kinds.items():
+        if is_low and widen:
+            unscale = _widen_on_cpu_ if device_type == "cpu" else _widen_on_accelerator_
+        else:
+            unscale = _divide_on_cpu_ if device_type == "cpu" else _divide_on_accelerator_
+        extremes += unscale(group, 1.0 / scale)
+    if not extremes:
+        return None
+    return torch.stack([extreme.to(extremes[0].device, FP32) for extreme in extremes]).abs_().max()
+
+
+def _elements(grad: Tensor) -> Tensor:
+    """The elements of a gradient as a dense real tensor that shares its memory."""
+    if grad.is_sparse:
+        grad = grad._values()
+    return torch.view_as_real(grad) if grad.is_complex() else grad
+
+
+def _divide_on_cpu_(params: list[Parameter], inverse: float) -> list[Tensor]:
+    grads = [_elements(cast(Tensor, param.grad)) for param in params]
+    extremes: list[Tensor] = []
+    small: dict[torch.dtype, list[Tensor]] = {}
+    for grad in grads:
+        if grad.numel() < SMALL:
+            small.setdefault(grad.dtype, []).append(grad)
+        elif grad.numel():
+            extremes += grad.aminmax()
+            if inverse != 1.0:
+                grad.mul_(inverse)
+    for tensors in small.values():
+        extremes += _flatten_dense_tensors(tensors).aminmax()
+        if inverse != 1.0:  # what torch's GradScaler calls, as foreach operations are slow on small tensors here
+            found, factor = torch.zeros(1), torch.tensor(inverse)
+            torch._amp_foreach_non_finite_check_and_unscale_(tensors, found, factor)
+    return extremes
+
+
+def _widen_on_cpu_(params: list[Parameter], inverse: float) -> list[Tensor]:
+    extremes: list[Tensor] = []
+    small: dict[torch.dtype, list[Parameter]] = {}
+    for param in params:
+        grad = cast(Tensor, param.grad)
+        if grad.numel() < SMALL:
+            small.setdefault(grad.dtype, []).append(param)
+        else:
+            extremes += grad.aminmax()
+            param.grad = grad.to(FP32).mul_(inverse)
+    for group in small.values():
+        grads = [cast(Tensor, param.grad) for param in group]
+        together = _flatten_dense_tensors(grads)
+        extremes += together.aminmax()
+        for param, grad in zip(group, _unflatten_dense_tensors(together.to(FP32).mul_(inverse), grads), strict=True):
+            param.grad = grad
+    return extremes
+
+
+def _divide_on_accelerator_(params: list[Parameter], inverse: float) -> list[Tensor]:
+    grads = [_elements(cast(Tensor, param.grad)) for param in params]
+    extremes = list(torch._foreach_norm(grads, torch.inf))
+    if inverse != 1.0:
+        torch._foreach_mul_(grads, inverse)
+    return extremes
+
+
+def _widen_on_accelerator_(params: list[Parameter], inverse: float) -> list[Tensor]:
+    extremes = list(torch._foreach_norm([cast(Tensor, param.grad) for param in params], torch.inf))
+    for param in params:  # one after another, so that each 16-bit gradient is gone before the next fp32 one is made
+        param.grad = cast(Tensor, param.grad).to(FP32)
+    torch._foreach_mul_([cast(Tensor, param.grad) for param in params], inverse)
+    return extremes
+
+
 def clip_by_norm_(params: Iterable[Parameter], clip_val: float) -> Tensor | None:
     """Scale gradients down so that their joint 2-norm is at most ``clip_val``, with the norm and the factor in fp32.
 
@@ -133,8 +250,8 @@ def clip_by_norm_(params: Iterable[Parameter], clip_val: float) -> Tensor | None
     if not grads:
         return None
     device = grads[0].device
-    low = [grad for grad in grads if grad.dtype in (torch.bfloat16, torch.float16)]
-    high = [grad for grad in grads if grad.dtype not in (torch.bfloat16, torch.float16)]
+    low = [grad for grad in grads if grad.dtype in LOW]
+    high = [grad for grad in grads if grad.dtype not in LOW]
     norms = [*(torch._foreach_norm(low, 2, dtype=FP32) if low else ()), *(torch._foreach_norm(high, 2) if high else ())]
     total = torch.linalg.vector_norm(torch.stack([norm.to(device, FP32) for norm in norms]))
     factor = (clip_val / (total + 1e-6)).clamp(max=1.0)

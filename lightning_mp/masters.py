@@ -9,6 +9,8 @@ Each distinct parameter has one :class:`Master`, however many modules or optimiz
     a full fp32 tensor; 4 bytes per parameter. It exists from the first gradient on; until then the remainder serves, so that
     frozen and unused parameters cost the same 2 bytes in both forms.
 
+An fp16 parameter has a full copy from the start: with fp16's few exponent bits, 16 more bits do not make every fp32 value.
+
 **Edits.** Users write to parameters between steps: clamping, re-initialisation, pruning, weight averaging. The edited value has
 to become the master, and the elements that were not touched have to keep their master bits. A full copy can always be compared
 with the parameter. A split master cannot: every pair of halves is a valid one. So where hooks or callbacks could edit weights
@@ -36,11 +38,13 @@ log = logging.getLogger(__name__)
 
 Storage = Literal["split", "copy"]
 BF16 = torch.bfloat16
+FP16 = torch.float16
+SHORT_NAMES = {BF16: "bf16", FP16: "fp16"}
 CHUNK = 1 << 17  # elements
 
 
 def bits(tensor: Tensor) -> Tensor:
-    """The bits of a bf16 tensor, as an int16 alias."""
+    """The bits of a 16-bit tensor, as an int16 alias."""
     return tensor.detach().view(torch.int16)
 
 
@@ -50,10 +54,11 @@ def laid_out_like(elements: Tensor, param: Tensor) -> Tensor:
 
 
 class Master:
-    """The fp32 value of one bf16 parameter.
+    """The fp32 value of one bf16 or fp16 parameter.
 
     Args:
-        param: the parameter: fp32, which is cast to bf16 in place, or bf16 already, whose master starts with the same value.
+        param: the parameter: fp32, or 16-bit, whose master starts with the same value. It is cast to ``dtype`` in place.
+        dtype: bf16 or fp16.
     """
 
     # with the parameter's shape and memory layout
@@ -61,20 +66,23 @@ class Master:
     full: Tensor | None  # fp32
     guard: Tensor | None  # int16: the parameter's bits when it was last written here
 
-    def __init__(self, param: Parameter) -> None:
+    def __init__(self, param: Parameter, dtype: torch.dtype = BF16) -> None:
         self.param = param
-        self.full = self.guard = None
+        self.dtype = dtype
+        self.remainder = self.full = self.guard = None
         self._host_bits: tuple[int, np.ndarray[Any, Any]] | None = None
         grad, param.grad = param.grad, None
-        if param.dtype == torch.float32:
-            rounded, self.remainder = split(param)
-            # through .data: the Parameter object, which optimizers and user code may hold, stays the same
-            param.data = rounded
+        # through .data: the Parameter object, which optimizers and user code may hold, stays the same
+        if dtype != BF16:
+            self.full = param.detach().to(torch.float32, copy=True)
+            param.data = self.full.to(dtype)
+        elif param.dtype == torch.float32:
+            param.data, self.remainder = split(param)
         else:
             param.data = param.data.clone()  # dense, and nobody else's memory
             self.remainder = torch.zeros_like(param, dtype=torch.int16, requires_grad=False)
-        param.grad_dtype = None  # bf16 as autograd makes it, fp32 as accumulation, reduction and users may
-        param.grad = None if grad is None else grad.to(param.dtype)
+        param.grad_dtype = None  # 16-bit as autograd makes it, fp32 as unscaling, accumulation, reduction and users may
+        param.grad = grad
         self.mark()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -104,10 +112,10 @@ class Master:
         """
         self.to_device()
         param = self.param.detach()
-        if param.dtype != BF16:  # somebody put other data in
+        if param.dtype != self.dtype:  # somebody put other data in
             return param.to(torch.float32, copy=True)
         if self.full is not None:
-            return torch.where(bits(self.full.to(BF16)) != bits(param), param.float(), self.full)
+            return torch.where(bits(self.full.to(self.dtype)) != bits(param), param.float(), self.full)
         assert self.remainder is not None
         if self.guard is not None:
             return join(param, self.remainder.masked_fill(self.guard != bits(param), 0))
@@ -141,8 +149,8 @@ class Master:
     def set_(self, value: Tensor) -> None:
         """Set the master, and with it the parameter, to ``value`` (any floating dtype, the parameter's shape)."""
         self.to_device()
-        if self.param.dtype != BF16:
-            self.param.data = torch.empty_like(self.param, dtype=BF16)
+        if self.param.dtype != self.dtype:
+            self.param.data = torch.empty_like(self.param, dtype=self.dtype)
         if self.full is not None:
             self.full.copy_(value)
             self.param.copy_(self.full)
@@ -177,11 +185,13 @@ class Masters:
     """The masters of a module's parameters, each once.
 
     Args:
-        storage: ``"split"`` or ``"copy"``, see the module's docstring.
+        storage: ``"split"`` or ``"copy"``, see the module's docstring; for fp16 always ``"copy"``.
+        dtype: of the parameters, bf16 or fp16.
     """
 
-    def __init__(self, storage: Storage) -> None:
-        self.storage = storage
+    def __init__(self, storage: Storage, dtype: torch.dtype = BF16) -> None:
+        self.storage: Storage = storage if dtype == BF16 else "copy"
+        self.dtype = dtype
         # by id, as hashing a tensor costs a microsecond; a Master keeps its parameter alive
         self._masters: dict[int, Master] = {}
         self._names: dict[int, str] = {}
@@ -204,7 +214,7 @@ class Masters:
 
     def only(self, params: Iterable[Tensor | None]) -> Masters:
         """The masters of ``params``, as an object of its own."""
-        some = Masters(self.storage)
+        some = Masters(self.storage, self.dtype)
         for param in params:
             if param is not None and (master := self.get(param)) is not None:
                 some._masters[id(param)] = master
@@ -222,10 +232,10 @@ class Masters:
         return self._masters.get(id(param))
 
     def adopt(self, param: Parameter, name: str) -> Master:
-        """Take the master of ``param`` from its present value and cast the parameter to bf16 in place."""
+        """Take the master of ``param`` from its present value and cast the parameter to 16 bits in place."""
         master = self._masters.get(id(param))
         if master is None:
-            master = self._masters[id(param)] = Master(param)
+            master = self._masters[id(param)] = Master(param, self.dtype)
             self._names[id(param)] = name
             self.generation += 1
         return master
@@ -258,9 +268,9 @@ class Masters:
                 self.generation += 1
 
     def take_foreign_data(self) -> None:
-        """Take the values in where somebody gave a parameter data of another dtype, and cast it to bf16 again."""
+        """Take the values in where somebody gave a parameter data of another dtype, and cast it to 16 bits again."""
         for master in self:
-            if master.param.dtype != BF16:
+            if master.param.dtype != self.dtype:
                 master.set_(master.value())
                 self.generation += 1
 
@@ -335,8 +345,8 @@ class Masters:
         if not self._copy_reported:
             self._copy_reported = True
             log.warning(
-                "A module was copied or pickled during a run. The copy has bf16 parameters; its state_dict has their masters,"
-                " but what is averaged into it is rounded to bf16. Copy it, and average, within"
+                "A module was copied or pickled during a run. The copy has 16-bit parameters; its state_dict has their masters,"
+                " but what is averaged into it is rounded to 16 bits. Copy it, and average, within"
                 " trainer.precision_plugin.fp32_parameters() to have an fp32 module."
             )
 
@@ -369,7 +379,7 @@ def known_equal(left: Tensor, right: Tensor) -> bool:
 
 
 def take_edits_(masters: list[Tensor], params: list[Tensor]) -> None:
-    """Set each element of the fp32 masters that does not round to the one of its bf16 parameter to the parameter's value."""
+    """Set each element of the fp32 masters that does not round to its 16-bit parameter to the parameter's value."""
     together: tuple[list[Tensor], list[Tensor]] = ([], [])
     for master, param in zip(masters, params, strict=True):
         if master.numel() < CHUNK and master.device.type == "cpu":
@@ -386,21 +396,22 @@ def take_edits_(masters: list[Tensor], params: list[Tensor]) -> None:
         size += master.numel()
         if size >= CHUNK or stop == len(together[0]):
             batch, batch_params = together[0][start:stop], together[1][start:stop]
-            if not known_equal(_gather_bits(batch, size), _gather_bits(batch_params, size)):
+            dtype = batch_params[0].dtype
+            if not known_equal(_gather_bits(batch, size, dtype), _gather_bits(batch_params, size, dtype)):
                 for master, param in zip(batch, batch_params, strict=True):
                     _take_edit_(master, param)
             start, size = stop, 0
 
 
-def _gather_bits(tensors: list[Tensor], size: int) -> Tensor:
-    gathered = torch.empty(size, dtype=BF16)
+def _gather_bits(tensors: list[Tensor], size: int, dtype: torch.dtype) -> Tensor:
+    gathered = torch.empty(size, dtype=dtype)
     parts = gathered.split([tensor.numel() for tensor in tensors])
     torch._foreach_copy_([part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)], tensors)
     return gathered.view(torch.int16)
 
 
 def _take_edit_(master: Tensor, param: Tensor) -> None:
-    rounded = bits(master.to(BF16))  # in bits, NaN equals NaN
+    rounded = bits(master.to(param.dtype))  # in bits, NaN equals NaN
     if not known_equal(rounded, bits(param)):
         master.copy_(torch.where(rounded != bits(param), param.float(), master))
 

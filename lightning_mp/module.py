@@ -20,7 +20,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils.hooks import RemovableHandle
 
-from lightning_mp.masters import BF16, Masters
+from lightning_mp.masters import BF16, FP16, SHORT_NAMES, Masters
 
 log = logging.getLogger(__name__)
 
@@ -52,16 +52,21 @@ def check_module(module: Module) -> None:
         )
 
 
-def parameters_to_cast(module: Module, fp32_modules: Sequence[str | type[Module]]) -> list[tuple[str, Parameter]]:
-    """The parameters that are to be bf16 under masters, each once, with its qualified name.
+def parameters_to_cast(
+    module: Module, fp32_modules: Sequence[str | type[Module]], dtype: torch.dtype = BF16
+) -> list[tuple[str, Parameter]]:
+    """The parameters that are to be 16-bit under masters, each once, with its qualified name.
 
-    These are the fp32 parameters that ``fp32_modules`` does not keep, and those that are bf16 already. Parameters of other
-    dtypes, and buffers, are left alone. bf16 parameters that ``fp32_modules`` keeps become fp32 here.
+    These are the fp32 parameters that ``fp32_modules`` does not keep, and those that are bf16 already, or for fp16 either
+    16-bit dtype. Parameters of other dtypes, and buffers, are left alone. 16-bit parameters that ``fp32_modules`` keeps become
+    fp32 here.
 
     Args:
         module: the root.
         fp32_modules: see :class:`~lightning_mp.MasterWeightPrecision`.
+        dtype: bf16 or fp16, what the parameters are going to be.
     """
+    low = (BF16,) if dtype == BF16 else (BF16, FP16)
     kept: set[int] = set()
     unused = set(fp32_modules)
     for name, child in module.named_modules(remove_duplicate=False):
@@ -81,15 +86,15 @@ def parameters_to_cast(module: Module, fp32_modules: Sequence[str | type[Module]
         if id(param) in kept or not param.is_floating_point():
             continue
         plain = param.layout == torch.strided and type(param.data) is Tensor
-        if plain and param.dtype in (torch.float32, torch.bfloat16):
+        if plain and (param.dtype == torch.float32 or param.dtype in low):
             cast.append((name, param))
         elif param.dtype != torch.float64:
             foreign.append(f"{name} ({param.dtype})")
     # a parameter that is shared with a module that is kept stays fp32 under all its names
     cast = [(name, param) for name, param in cast if id(param) not in kept]
     for name, param in module.named_parameters():
-        if id(param) in kept and param.dtype == BF16:
-            log.info("%s was bf16, and is fp32 from now on, as fp32_modules has it.", name)
+        if id(param) in kept and param.dtype in low:
+            log.info("%s was %s, and is fp32 from now on, as fp32_modules has it.", name, SHORT_NAMES[param.dtype])
             param.grad = None
             param.data = param.data.float()
     if unused:
@@ -104,10 +109,10 @@ def parameters_to_cast(module: Module, fp32_modules: Sequence[str | type[Module]
             " from now on. Assign the same Parameter to both to tie them."
         )
     if foreign:
-        log.info("No masters for parameters that are neither fp32 nor bf16, or not plain tensors: %s.", ", ".join(foreign))
-    already = [name for name, param in cast if param.dtype == torch.bfloat16]
+        log.info("No masters for parameters of another dtype, or that are not plain tensors: %s.", ", ".join(foreign))
+    already = [f"{name} ({SHORT_NAMES[param.dtype]})" for name, param in cast if param.dtype in SHORT_NAMES]
     if already:
-        log.info("Masters start from the bf16 value of parameters that were bf16 before: %s.", ", ".join(already))
+        log.info("Masters start from the 16-bit value of parameters that were 16-bit before: %s.", ", ".join(already))
     return cast
 
 
@@ -204,7 +209,7 @@ class _StateDictHooks:
             # what does not fit is left to torch, which knows how to complain
             if master is None or not isinstance(value, Tensor) or value.shape != master.param.shape:
                 continue
-            if value.is_floating_point() and master.param.dtype == BF16:
+            if value.is_floating_point() and master.param.dtype == master.dtype:
                 if value.dtype in (torch.bfloat16, torch.float16):
                     self._masters.report_rounded(prefix + name, value.dtype)
                 master.set_(value)
@@ -229,7 +234,7 @@ class _TiedNames:
 
 @contextmanager
 def fp32_parameters(module: Module, masters: Masters) -> Generator[None, None, None]:
-    """Put fp32 parameters with the masters' values in place of the bf16 ones; what is written to them becomes the masters."""
+    """Put fp32 parameters with the masters' values in place of the 16-bit ones; what is written to them becomes the masters."""
     replaced: list[tuple[Module, str, Parameter]] = []
     stand_ins: dict[int, Parameter] = {}
     for child in module.modules():

@@ -1,11 +1,12 @@
-"""The precision plugin: exact fp32 master weights under bf16 parameters.
+"""The precision plugin: exact fp32 master weights under 16-bit parameters, and loss scaling for fp16.
 
 Read from top to bottom, :class:`MasterWeightPrecision` is a table of contents of a run: convert the module, connect the
 optimizers, forward, backward, clip, step, save, restore, tear down. The work is done in
 
 * :mod:`lightning_mp.masters`: where masters are kept, and edits of parameters;
 * :mod:`lightning_mp.swap`: any torch optimizer, stepped on masters;
-* :mod:`lightning_mp.gradients`: fp32 accumulation and reduction;
+* :mod:`lightning_mp.scaling`: the loss scale around backward, and skipped steps;
+* :mod:`lightning_mp.gradients`: fp32 accumulation, reduction and unscaling;
 * :mod:`lightning_mp.module`: which parameters are cast, and ``state_dict`` in fp32.
 """
 
@@ -32,10 +33,10 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_mp.averaging import AverageInFp32
-from lightning_mp.cost.devices import bf16_support, check_bf16
+from lightning_mp.cost.devices import bf16_support, check_bf16, check_fp16
 from lightning_mp.edits import may_edit_between_steps
 from lightning_mp.gradients import Fp32Reducer, accumulate_in_fp32, clip_by_norm_
-from lightning_mp.masters import BF16, Masters, Storage
+from lightning_mp.masters import BF16, FP16, SHORT_NAMES, Masters, Storage
 from lightning_mp.module import (
     NORM,
     attach_state_dict_hooks,
@@ -43,40 +44,51 @@ from lightning_mp.module import (
     fp32_parameters,
     parameters_to_cast,
 )
+from lightning_mp.numerics.loss_scale import AdaptiveLossScale, LossScale, NoLossScale, make_loss_scale
+from lightning_mp.scaling import LossScaling
+from lightning_mp.schedulers import StepwiseSchedulers
 from lightning_mp.strategies import check_strategy, root_device
 from lightning_mp.swap import BucketedStep, CoupledStep, is_coupled, prepare, requires_closure, state_to_fp32_
 
 log = logging.getLogger(__name__)
 
-PrecisionName = Literal["32-true", "bf16-mixed", "bf16-master", "auto"]
+PrecisionName = Literal["32-true", "bf16-mixed", "16-mixed", "bf16-master", "16-master", "auto"]
 PRECISIONS: tuple[str, ...] = get_args(PrecisionName)
-PLANNED = ("16-mixed", "16-master")
+COMPUTE_DTYPE = {"bf16-mixed": BF16, "16-mixed": FP16, "bf16-master": BF16, "16-master": FP16}
 #: Under this key a checkpoint says how it was made. It does not depend on the name of the plugin's class.
 CHECKPOINT_KEY = "lightning_mp"
 MIB = 2**20
 
 
 class MasterWeightPrecision(Precision):
-    """Train with 16-bit parameters and exact fp32 master weights.
+    """Train with 16-bit parameters and exact fp32 master weights, or under autocast, with loss scaling for fp16.
 
     ===============  =====================================================================  ============================
     precision        parameters and arithmetic                                               bytes per parameter (AdamW)
     ===============  =====================================================================  ============================
     ``32-true``      fp32                                                                    16
     ``bf16-mixed``   fp32 parameters, bf16 matrix products under autocast                    16
+    ``16-mixed``     fp32 parameters, fp16 matrix products under autocast, loss scaling      16
     ``bf16-master``  bf16 parameters, fp32 masters, bf16 matrix products under autocast      14 (split), 16 (copy)
-    ``auto``         ``bf16-master`` where the device computes bf16, else ``32-true``
+    ``16-master``    fp16 parameters, fp32 masters, fp16 matrix products, loss scaling       16
+    ``auto``         ``bf16-master`` where the device computes bf16, else ``16-master`` on
+                     CUDA, else ``32-true``
     ===============  =====================================================================  ============================
 
     The bytes are those of weights, masters, gradients and AdamW's two moments, which is what is kept through forward and
-    backward; a parameter that stays fp32 takes 16. Under ``bf16-master`` the optimizer holds the module's parameters as ever;
-    fp32 masters stand in for them only while it steps. Every checkpoint holds the masters under the usual names. When the
-    trainer is done, the module gets fp32 parameters back, with the masters' values.
+    backward; a parameter that stays fp32 takes 16. Under ``*-master`` the optimizer holds the module's parameters as ever; fp32
+    masters stand in for them only while it steps. Every checkpoint holds the masters under the usual names. When the trainer is
+    done, the module gets fp32 parameters back, with the masters' values.
+
+    Under fp16 the loss is multiplied by a scale before backward, so that small gradients are not lost. Afterwards they are
+    unscaled into fp32. A step whose gradients overflowed is skipped, and changes nothing: no weight, no optimizer state, and no
+    step-wise learning rate schedule.
 
     Args:
         precision: one of the above.
         master: ``"split"`` keeps the 16 bits that a bf16 parameter lacks of its fp32 master; ``"copy"`` keeps a full fp32
-            copy, which costs 2 bytes per parameter more and makes the optimizer step somewhat faster.
+            copy, which costs 2 bytes per parameter more and makes the optimizer step somewhat faster. fp16 parameters have a
+            full copy in any case; those that are frozen stay fp32 until they first have a gradient.
         fp32_modules: which modules keep fp32 parameters: module classes, or patterns (``fnmatch``) for the qualified names of
             modules or parameters, or for the names of module classes. ``"norm"`` stands for the normalisation layers and for
             weights that are computed by parametrizations. The list replaces the default; ``()`` casts everything.
@@ -86,12 +98,31 @@ class MasterWeightPrecision(Precision):
         bucket_mib: scratch memory of an optimizer step in MiB. Parameters are stepped in buckets of this size, or by
             themselves where one is larger and its optimizer cannot be given a slice of it. 0 makes buckets as small as can be.
         reduce_dtype: under DDP, average gradients over ranks in ``"fp32"``, or in ``"parameter"`` dtype, which halves the
-            traffic and the gradients' memory, and rounds averages, and sums over micro-batches, to bf16.
+            traffic and the gradients' memory, and rounds averages, and sums over micro-batches, to bf16. fp16 needs ``"fp32"``.
+        loss_scale: what the loss is multiplied by before backward: one of :class:`~lightning_mp.AdaptiveLossScale`,
+            :class:`~lightning_mp.DynamicLossScale`, :class:`~lightning_mp.StaticLossScale`, :class:`~lightning_mp.NoLossScale`;
+            a number, for a static scale; or ``"adaptive"``, ``"dynamic"``, ``"none"``. ``None`` is adaptive for fp16, and no
+            scale otherwise.
+        skip_nonfinite: skip optimizer steps whose gradients or loss are infinite or NaN. With fp16, or a loss scale, that is so
+            in any case.
+        max_consecutive_skips: stop with an error when so many steps of an optimizer in a row were skipped.
 
     Raises:
         ValueError: an argument is not one of the legal values.
         MisconfigurationException: when training starts: the strategy, the device or an optimizer cannot be used with the
             precision, or the module has uninitialised lazy parameters.
+        FloatingPointError: while training: too many steps in a row were skipped, or gradients overflow though the scale is at
+            its minimum. Weights and checkpoints are as after the last applied step.
+
+    Attributes:
+        loss_scale: the scaler in its present state; ``loss_scale.scale`` is the scale of the next backward. It may be set.
+        gradient_scale: the scale with which the present gradients were made.
+        applied_steps: optimizer steps that changed weights. ``trainer.global_step`` stays Lightning's, which counts all.
+        skipped_steps: optimizer steps that were skipped.
+        nonfinite_losses: those of them that were skipped because the loss was not finite. They do not lower the scale.
+        last_step_skipped: whether the last optimizer step was skipped. In manual optimization, step a scheduler only if not.
+        last_overflow: the parameter where the last overflow began: the first in the order of backward; or None.
+        headroom_bits: log2(65504 / largest scaled gradient), in the last step; None if it is not known.
 
     Example:
         >>> from lightning_mp import MasterWeightPrecision, Trainer
@@ -101,10 +132,14 @@ class MasterWeightPrecision(Precision):
         True
 
     Note:
-        In ``on_after_backward``, ``on_before_optimizer_step`` and gradient clipping, ``parameter.grad`` is the true gradient:
-        bf16 after one backward, fp32 once several were accumulated or averaged over ranks.
+        In ``on_after_backward``, ``on_before_optimizer_step``, gradient clipping, and in manual optimization after
+        ``manual_backward``, ``parameter.grad`` is the true gradient. With a loss scale it is fp32; without, it is bf16 after
+        one backward, and fp32 once several were accumulated or averaged over ranks. Only hooks that run *during* backward
+        (``Tensor.register_hook``) see scaled gradients. ``on_before_optimizer_step`` and clipping are not called for a step
+        that is skipped.
 
-        No part of a step makes a device-to-host sync.
+        A step makes no device-to-host sync without a check of gradients, and one with it (fp16, a loss scale, or
+        ``skip_nonfinite``); some more when it is skipped.
     """
 
     def __init__(
@@ -116,6 +151,9 @@ class MasterWeightPrecision(Precision):
         autocast: bool = True,
         bucket_mib: float = 4.0,
         reduce_dtype: Literal["fp32", "parameter"] = "fp32",
+        loss_scale: LossScale | float | str | None = None,
+        skip_nonfinite: bool = False,
+        max_consecutive_skips: int = 50,
     ) -> None:
         _check_choice("precision", precision, PRECISIONS)
         _check_choice("master", master, get_args(Storage))
@@ -126,18 +164,38 @@ class MasterWeightPrecision(Precision):
         for entry in fp32_modules:
             if not isinstance(entry, str) and not (isinstance(entry, type) and issubclass(entry, Module)):
                 raise ValueError(f"fp32_modules has {entry!r}; legal are module classes, name patterns and {NORM!r}.")
-        if not isinstance(autocast, bool):
-            raise ValueError(f"autocast={autocast!r} must be True or False.")
+        for name, value in (("autocast", autocast), ("skip_nonfinite", skip_nonfinite)):
+            if not isinstance(value, bool):
+                raise ValueError(f"{name}={value!r} must be True or False.")
         if isinstance(bucket_mib, bool) or not isinstance(bucket_mib, (int, float)) or not bucket_mib >= 0:
             raise ValueError(f"bucket_mib={bucket_mib!r} must be a number of MiB, 0 or more.")
+        if isinstance(max_consecutive_skips, bool) or not isinstance(max_consecutive_skips, int) or max_consecutive_skips < 1:
+            raise ValueError(f"max_consecutive_skips={max_consecutive_skips!r} must be a whole number, 1 or more.")
+        if precision == "16-master" and reduce_dtype == "parameter":
+            raise ValueError(
+                "reduce_dtype='parameter' does not work with precision '16-master': sums of scaled gradients would overflow in"
+                " fp16. Use reduce_dtype='fp32', or 'bf16-master'."
+            )
         self.precision = precision  # type: ignore[assignment]  # Lightning's literal does not know ours
         self.master: Storage = master
         self.fp32_modules = tuple(fp32_modules)
         self.autocast = autocast
         self.bucket_mib = bucket_mib
         self.reduce_dtype = reduce_dtype
+        self.skip_nonfinite = skip_nonfinite
+        self.max_consecutive_skips = max_consecutive_skips
         self._requested = precision
+        self._initial_loss_scale = None if loss_scale is None else make_loss_scale(loss_scale)
+        self._scaling = self._new_scaling()  # not part of a run: scale and counts can be read and saved when it is over
         self._reset()
+
+    def _new_scaling(self) -> LossScaling:
+        is_fp16 = COMPUTE_DTYPE.get(str(self.precision)) == FP16
+        scale = self._initial_loss_scale
+        if scale is None:
+            scale = AdaptiveLossScale() if is_fp16 else NoLossScale()
+        checks = is_fp16 or self.skip_nonfinite or not isinstance(scale, NoLossScale)
+        return LossScaling(scale, checks, is_fp16, self.max_consecutive_skips)
 
     def _reset(self) -> None:
         """Everything that belongs to one run of the trainer."""
@@ -146,7 +204,8 @@ class MasterWeightPrecision(Precision):
         self._without_master: set[int] = set()  # parameters that are to have none, by id
         self._device_type = "cpu"
         self._steppers: dict[int, BucketedStep | CoupledStep] = {}
-        self._handles: list[RemovableHandle | AverageInFp32] = []
+        self._frozen: dict[int, tuple[str, Any]] = {}  # fp32 parameters that get an fp16 one with their first gradient, by id
+        self._handles: list[RemovableHandle | AverageInFp32 | StepwiseSchedulers] = []
         self._is_ddp = False
         self._window_is_open = False  # gradients of a backward wait for their step
         self._reducer: Fp32Reducer | None = None
@@ -162,6 +221,9 @@ class MasterWeightPrecision(Precision):
             "autocast": self.autocast,
             "bucket_mib": self.bucket_mib,
             "reduce_dtype": self.reduce_dtype,
+            "loss_scale": self._initial_loss_scale,
+            "skip_nonfinite": self.skip_nonfinite,
+            "max_consecutive_skips": self.max_consecutive_skips,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -176,7 +238,7 @@ class MasterWeightPrecision(Precision):
     # --- before training -----------------------------------------------------------------------------------------------
 
     def convert_module(self, module: Module) -> Module:
-        """Take the masters of the module's fp32 parameters, and cast the parameters to bf16, in place.
+        """Take the masters of the module's fp32 parameters, and cast the parameters to 16 bits, in place.
 
         Args:
             module: its weights are those of a fresh initialisation or of a checkpoint, in fp32.
@@ -186,24 +248,42 @@ class MasterWeightPrecision(Precision):
         """
         self._restore_module()  # a run that was broken off without teardown
         self._last_full_copies = []
-        self.precision = self._requested  # type: ignore[assignment]
         device = root_device(module)
         self._device_type = device.type
-        if self._requested == "auto":
-            computes, reason = bf16_support(device)
-            self.precision = "bf16-master" if computes else "32-true"  # type: ignore[assignment]
-            rank_zero_info(f"precision 'auto' is {self.precision!r} here: {reason}.")
-        if self.precision == "32-true":
-            return module
-        check_bf16(self.precision, device)
-        self._accumulate_products_in_fp32()
-        if self.precision == "bf16-mixed":
-            return module
-        check_strategy(module)
-        check_module(module)
+        self._resolve_precision(device)
         self._module = module
-        for name, param in parameters_to_cast(module, self.fp32_modules):
-            self._masters.adopt(param, name)
+        if self._trainer is None or self._is_fitting or not self._scaling.was_used:
+            self._scaling = self._new_scaling()
+        dtype = COMPUTE_DTYPE.get(str(self.precision))
+        if dtype is None:
+            return module
+        (check_fp16 if dtype == FP16 else check_bf16)(str(self.precision), device)
+        self._accumulate_products_in_fp32()
+        if self.has_masters:
+            check_strategy(module)
+            check_module(module)
+            self._take_masters(module, dtype)
+        return module
+
+    def _resolve_precision(self, device: torch.device) -> None:
+        precision = self._requested
+        if precision == "auto":
+            computes, reason = bf16_support(device)
+            precision = "bf16-master" if computes else "16-master" if device.type == "cuda" else "32-true"
+        self.precision = precision  # type: ignore[assignment]
+        if self._requested == "auto":
+            rank_zero_info(f"precision 'auto' is {self.precision!r} here: {reason}.")
+
+    def _take_masters(self, module: Module, dtype: torch.dtype) -> None:
+        self._masters = Masters(self.master, dtype)
+        for name, param in parameters_to_cast(module, self.fp32_modules, dtype):
+            # without a remainder, an fp32 copy beside a parameter that nothing updates would only cost memory
+            if dtype == FP16 and not param.requires_grad and param.dtype == torch.float32 and self.autocast:
+                self._frozen[id(param)] = (name, param)
+            else:
+                self._masters.adopt(param, name)
+        if self._frozen:
+            log.info("%d frozen parameters stay fp32 until they have a gradient.", len(self._frozen))
         self._without_master = {id(param) for param in module.parameters() if self._masters.get(param) is None}
         self._handles += attach_state_dict_hooks(module, self._masters)
         self._report_infinite()
@@ -211,7 +291,6 @@ class MasterWeightPrecision(Precision):
             self._handles.append(AverageInFp32(self._trainer.callbacks, self.fp32_parameters))
             self._masters.guarding = may_edit_between_steps(module, self._trainer)
             self._masters.end_step()  # edits before the first step, in on_fit_start say, are edits between steps
-        return module
 
     @property
     def _trainer(self) -> Any:
@@ -238,13 +317,28 @@ class MasterWeightPrecision(Precision):
             self._is_ddp = isinstance(model, DistributedDataParallel)
             if isinstance(model, DistributedDataParallel):
                 self._connect_ddp(model)
+        self._connect_scaling(optimizers, lr_schedulers)
         return model, optimizers, lr_schedulers
+
+    def _connect_scaling(self, optimizers: list[Optimizer], lr_schedulers: list[Any]) -> None:
+        module = self._module
+        if module is None or not self._is_fitting:
+            return
+        self._scaling.connect(module, optimizers)
+        stepwise = [config.scheduler for config in lr_schedulers if config.interval == "step"]
+        if self._scaling.checks and stepwise and isinstance(module, pl.LightningModule):
+            self._handles.append(StepwiseSchedulers(module, stepwise, lambda: self._scaling.last_step_skipped))
 
     def _connect_ddp(self, model: DistributedDataParallel) -> None:
         if self.reduce_dtype != "fp32":
             return
         strategy = self._trainer.strategy
         if getattr(strategy, "_ddp_comm_hook", None) is not None and strategy.root_device.type == "cuda":
+            if self._masters.dtype == FP16:
+                raise MisconfigurationException(
+                    "precision '16-master' averages gradients in fp32 by a communication hook of its own. Leave ddp_comm_hook"
+                    " out of the strategy, or use '16-mixed'."
+                )
             rank_zero_warn(
                 "The strategy has a ddp_comm_hook, so gradients are averaged as that hook does, and accumulated in bf16. Leave"
                 " the hook out for fp32, or set reduce_dtype='parameter' to hide this warning."
@@ -272,19 +366,24 @@ class MasterWeightPrecision(Precision):
         return stepper
 
     def _adopt_late_parameters(self, optimizer: Optimizer) -> None:
-        """Give masters to bf16 parameters that came to the optimizer after the module was converted."""
+        """Give masters to 16-bit parameters that came to the optimizer later, and to those that were frozen before."""
         late = [
             param
             for group in optimizer.param_groups
             for param in group["params"]
-            if param.dtype == BF16 and self._masters.get(param) is None and id(param) not in self._without_master
+            if self._masters.get(param) is None
+            and (
+                (param.dtype == self._masters.dtype and id(param) not in self._without_master)
+                or (id(param) in self._frozen and param.grad is not None)
+            )
         ]
         if late:
             names = {id(param): name for name, param in cast(Module, self._module).named_parameters()}
             for param in late:
+                self._frozen.pop(id(param), None)
                 self._masters.adopt(param, names.get(id(param), f"a parameter of {type(optimizer).__qualname__}"))
             state_to_fp32_(optimizer, self._masters)
-            log.info("%d bf16 parameters that were added later have fp32 masters from now on.", len(late))
+            log.info("%d parameters that were added or unfrozen later have fp32 masters from now on.", len(late))
 
     def _accumulate_products_in_fp32(self) -> None:
         """Switch torch's reduced-precision reductions off until teardown."""
@@ -300,18 +399,21 @@ class MasterWeightPrecision(Precision):
             if bool((master.param.isinf() & master.value().isfinite()).any())
         ]
         if infinite:
+            dtype = self._masters.dtype
+            name = SHORT_NAMES[dtype]
             rank_zero_warn(
-                f"Values beyond bf16's largest finite number (3.39e38) are infinite in the bf16 parameters of"
-                f" {', '.join(infinite[:5])}. Their masters are finite. Keep these modules in fp32 with fp32_modules."
+                f"Values beyond {name}'s largest finite number ({torch.finfo(dtype).max:.3g}) are infinite in the {name}"
+                f" parameters of {', '.join(infinite[:5])}. Their masters are finite. Keep these modules in fp32 with fp32_modules."
             )
 
     # --- forward and backward ------------------------------------------------------------------------------------------
 
     @contextmanager
     def forward_context(self) -> Generator[None, None, None]:
-        """Autocast to bf16, unless the precision is ``32-true`` or ``autocast`` is off."""
-        if self.precision in ("bf16-mixed", "bf16-master") and (self.autocast or self.precision == "bf16-mixed"):
-            with torch.autocast(self._device_type, dtype=BF16, cache_enabled=False):
+        """Autocast to bf16 or fp16, unless the precision is ``32-true``, or ``autocast`` is off and parameters are 16-bit."""
+        dtype = COMPUTE_DTYPE.get(str(self.precision))
+        if dtype is not None and (self.autocast or not self.has_masters):
+            with torch.autocast(self._device_type, dtype=dtype, cache_enabled=False):
                 yield
         else:
             yield
@@ -334,17 +436,20 @@ class MasterWeightPrecision(Precision):
     def backward(  # type: ignore[override]  # as in Lightning's own plugins
         self, tensor: Tensor, model: pl.LightningModule, optimizer: Steppable | None, *args: Any, **kwargs: Any
     ) -> None:
-        """Run backward, with gradients that are there already accumulated in fp32."""
+        """Scale the loss, run backward, with gradients that are there already accumulated in fp32, and unscale."""
         self._window_is_open = True
         self._masters.drop_guards()  # in manual optimization there may have been a step since forward began
+        if self._reducer is None and not self._is_ddp:
+            accumulate_in_fp32(master.param for master in self._masters)
+        scaled = self._scaling.before_backward(tensor)
         if self._reducer is not None:
             self._reducer.before_backward()
-        elif not self._is_ddp:
-            accumulate_in_fp32(master.param for master in self._masters)
-        super().backward(tensor, model, optimizer, *args, **kwargs)
-        if self._reducer is not None:
+        super().backward(scaled, model, optimizer, *args, **kwargs)
+        if self._reducer is not None or (self._is_ddp and self._scaling.checks):
             self._reduce_static_graph(model)
+        if self._reducer is not None:
             self._reducer.after_backward()
+        self._scaling.after_backward()
 
     def _reduce_static_graph(self, model: pl.LightningModule) -> None:
         """Reduce the first gradients of a static graph now.
@@ -363,30 +468,53 @@ class MasterWeightPrecision(Precision):
     def optimizer_step(  # type: ignore[override]  # as in Lightning's own plugins
         self, optimizer: Steppable, model: pl.LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
-        """Run the closure, the hooks and gradient clipping, then step the optimizer on the fp32 masters."""
-        if not len(self._masters):
-            result = super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
-            self._window_is_open = False
-            return result
+        """Run the closure, the hooks and gradient clipping, then step the optimizer, on fp32 masters if there are any.
+
+        With a loss scale or ``skip_nonfinite``, the step ends after the closure if gradients are not finite.
+        """
         unwrapped = cast(Optimizer, optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer)
-        self._adopt_late_parameters(unwrapped)
-        stepper = self._stepper(unwrapped)
-        if isinstance(stepper, CoupledStep):
-            if closure is do_nothing_closure and requires_closure(unwrapped):
-                raise MisconfigurationException(
-                    f"{type(unwrapped).__qualname__} evaluates the model inside step() and was given no closure. Pass one that"
-                    " computes the loss, calls manual_backward and returns the loss: optimizer.step(closure=...)."
-                )
-            result = stepper.run(lambda: self._wrap_closure(model, optimizer, closure), **kwargs)
+        if self._scaling.checks:
+            result = self._checked_step(unwrapped, model, closure, kwargs)
         else:
-            result = closure()
-            self._after_closure(model, optimizer)
-            stepper.run(**kwargs)
+            result = self._step(unwrapped, model, closure, kwargs)
+            self._scaling.count_applied(unwrapped)
         self._window_is_open = False
         return result
 
+    def _step(self, optimizer: Optimizer, model: pl.LightningModule, closure: Callable[[], Any], kwargs: dict[str, Any]) -> Any:
+        if not len(self._masters):
+            return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
+        self._adopt_late_parameters(optimizer)
+        stepper = self._stepper(optimizer)
+        if isinstance(stepper, CoupledStep):
+            if closure is do_nothing_closure and requires_closure(optimizer):
+                raise MisconfigurationException(
+                    f"{type(optimizer).__qualname__} evaluates the model inside step() and was given no closure. Pass one that"
+                    " computes the loss, calls manual_backward and returns the loss: optimizer.step(closure=...)."
+                )
+            return stepper.run(lambda: self._wrap_closure(model, optimizer, closure), **kwargs)
+        result = closure()
+        self._after_closure(model, optimizer)
+        stepper.run(**kwargs)
+        return result
+
+    def _checked_step(
+        self, optimizer: Optimizer, model: pl.LightningModule, closure: Callable[[], Any], kwargs: dict[str, Any]
+    ) -> Any:
+        result = closure()
+        if not self._scaling.may_step(optimizer):
+            return result
+        self._after_closure(model, optimizer)
+        if self.has_masters:
+            self._adopt_late_parameters(optimizer)
+            self._stepper(optimizer).run(**kwargs)
+        else:
+            optimizer.step(**kwargs)
+        self._scaling.count_applied(optimizer)
+        return result
+
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
-        """Clip by the joint 2-norm, computed in fp32. Clipped bf16 gradients are rounded to bf16 once."""
+        """Clip by the joint 2-norm of the unscaled gradients, in fp32. Clipped bf16 gradients are rounded to bf16 once."""
         if not len(self._masters):
             super().clip_grad_by_norm(optimizer, clip_val)
         else:
@@ -397,20 +525,30 @@ class MasterWeightPrecision(Precision):
     @property
     def has_masters(self) -> bool:
         """Whether the precision is one with 16-bit parameters and fp32 masters. ``auto`` is not, until a run resolves it."""
-        return str(self.precision) == "bf16-master"
+        return str(self.precision) in ("bf16-master", "16-master")
 
-    def masters(self) -> dict[str, Tensor]:
+    def masters(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
         """The fp32 masters by parameter name, while the trainer runs.
+
+        Args:
+            names: of the parameters that are wanted; None for all.
 
         Returns:
             A new dict of new fp32 tensors, one for each of the module's ``named_parameters()`` that is floating; a parameter
             that is fp32 itself is its own master. Edits of parameters are in them. It takes 4 bytes per parameter.
 
         Raises:
+            KeyError: a name is not that of a floating parameter.
             RuntimeError: no run is active. Outside one, the module's own parameters are the masters.
         """
+        named = {name: (param, master) for name, param, master in self._named_masters(remove_duplicate=names is None)}
+        wanted = list(named) if names is None else list(names)
+        for name in wanted:
+            if name not in named:
+                raise KeyError(f"There is no master {name!r}; the first of {len(named)} names are {list(named)[:5]}.")
         return {
-            name: param.detach().clone() if master is None else master.value() for name, param, master in self._named_masters()
+            name: param.detach().clone() if master is None else master.value()
+            for name, (param, master) in ((name, named[name]) for name in wanted)
         }
 
     def set_masters(self, values: Mapping[str, Tensor]) -> None:
@@ -465,8 +603,8 @@ class MasterWeightPrecision(Precision):
     def _named_masters(self, remove_duplicate: bool = True) -> list[tuple[str, Any, Any]]:
         if self._module is None:
             raise RuntimeError(
-                "There are no masters now: they exist while a Trainer with precision 'bf16-master' runs. Before and after, the"
-                " module's own parameters are the masters, in fp32."
+                "There are no masters now: they exist while a Trainer with this plugin runs. Before and after, the module's own"
+                " parameters are the masters, in fp32."
             )
         return [
             (name, param, self._masters.get(param))
@@ -474,13 +612,70 @@ class MasterWeightPrecision(Precision):
             if param.is_floating_point()
         ]
 
+    # --- loss scaling --------------------------------------------------------------------------------------------------
+
+    @property
+    def loss_scale(self) -> LossScale:
+        """The scaler in its present state."""
+        return self._scaling.scale
+
+    @loss_scale.setter
+    def loss_scale(self, value: LossScale | float | str) -> None:
+        scale = make_loss_scale(value)
+        if self._module is None:
+            self._initial_loss_scale = scale
+            self._scaling = self._new_scaling()
+        elif self._scaling.checks:
+            self._scaling.scale = scale
+        else:
+            raise RuntimeError(
+                f"precision {self.precision!r} runs without checking gradients, so that no loss scale can be set now. Pass"
+                " loss_scale to the plugin's constructor."
+            )
+
+    @property
+    def gradient_scale(self) -> float:
+        """The scale with which the present gradients were made; 1 without scaling."""
+        return self._scaling.gradient_scale
+
+    @property
+    def applied_steps(self) -> int:
+        """Optimizer steps of this run that changed weights."""
+        return self._scaling.applied_steps
+
+    @property
+    def skipped_steps(self) -> int:
+        """Optimizer steps of this run that were skipped."""
+        return self._scaling.skipped_steps
+
+    @property
+    def nonfinite_losses(self) -> int:
+        """Those of the skipped steps whose loss was not finite."""
+        return self._scaling.nonfinite_losses
+
+    @property
+    def last_step_skipped(self) -> bool:
+        """Whether the last optimizer step was skipped."""
+        return self._scaling.last_step_skipped
+
+    @property
+    def last_overflow(self) -> str | None:
+        """The name of the parameter where the last overflow began, the first in the order of backward; None without one."""
+        return self._scaling.last_overflow
+
+    @property
+    def headroom_bits(self) -> float | None:
+        """log2(65504 / largest scaled gradient) in the last step; None if it is not known."""
+        return self._scaling.headroom_bits
+
     # --- checkpoints ---------------------------------------------------------------------------------------------------
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Say in the checkpoint how it was made.
 
-        Keys of ``checkpoint["lightning_mp"]``: ``format`` (1), ``precision``, ``master``, and ``full_copies``, the names of
-        the parameters that have a full copy. The masters themselves are in ``checkpoint["state_dict"]``.
+        Keys of ``checkpoint["lightning_mp"]``: ``format`` (1), ``precision``, ``master``, ``full_copies``, the names of the
+        parameters that have a full copy, and, where gradients are checked, ``loss_scaling`` (see
+        :meth:`lightning_mp.scaling.LossScaling.state_dict`). The masters themselves are in ``checkpoint["state_dict"]``.
         """
         if self._window_is_open:
             rank_zero_warn(
@@ -493,6 +688,8 @@ class MasterWeightPrecision(Precision):
             "master": str(self.master),
             "full_copies": self._masters.full_copies if self._module is not None else self._last_full_copies,
         }
+        if self._scaling.checks:
+            checkpoint[CHECKPOINT_KEY]["loss_scaling"] = self._scaling.state_dict()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Take up where the checkpoint left off, and say what it lacks."""
@@ -506,8 +703,21 @@ class MasterWeightPrecision(Precision):
                     "The checkpoint holds 16-bit weights, so the fp32 masters start from rounded values. A checkpoint saved"
                     " under 'bf16-master', 'bf16-mixed' or '32-true' has them in full."
                 )
+        if self._scaling.checks and self._is_fitting:
+            self._load_scaling(checkpoint)
         if saved is not None and saved["precision"] != self.precision:
             rank_zero_info(f"The checkpoint was saved under {saved['precision']!r}; the run goes on under {self.precision!r}.")
+
+    def _load_scaling(self, checkpoint: dict[str, Any]) -> None:
+        saved = checkpoint.get(CHECKPOINT_KEY, {}).get("loss_scaling")
+        stock = checkpoint.get("MixedPrecision", {}).get("scale")  # Lightning's own 16-mixed: the state of torch's GradScaler
+        if saved is not None:
+            self._scaling.load_state_dict(saved)
+        elif stock is not None and self._scaling.is_active:
+            self._scaling.scale = self._scaling.scale.with_scale(stock)
+            rank_zero_info(f"The loss scale goes on at {stock:g}, from a checkpoint of Lightning's '16-mixed'.")
+        elif self._scaling.is_active:
+            rank_zero_info(f"The checkpoint has no loss scale; it starts at {self._scaling.scale.scale:g}.")
 
     # --- after training ------------------------------------------------------------------------------------------------
 
@@ -520,6 +730,7 @@ class MasterWeightPrecision(Precision):
             handle.remove()
         last_full_copies = self._masters.full_copies
         self._masters.release()
+        self._scaling.release()
         for owner, name, value in self._backends_before:
             setattr(owner, name, value)
         self._reset()
@@ -543,14 +754,9 @@ def check_optimizer(optimizer: Optimizer) -> None:
 def _check_choice(name: str, value: object, legal: tuple[str, ...]) -> None:
     if value in legal:
         return
-    if name == "precision" and value in PLANNED:
-        raise ValueError(
-            f"precision={value!r} is not available yet: fp16 needs loss scaling. Legal are {', '.join(map(repr, legal))};"
-            " use 'bf16-master' or 'bf16-mixed', or Lightning's own precision='16-mixed' on a GPU."
-        )
     hint = ""
     if name == "precision" and value in ("bf16", "16", "fp16"):
-        hint = " 'bf16-master' has bf16 parameters with fp32 masters, 'bf16-mixed' fp32 parameters; fp16 is not available yet."
+        hint = " '*-master' has 16-bit parameters with fp32 masters, '*-mixed' fp32 parameters under autocast."
     if name == "precision" and value in ("bf16-true", "16-true", "64-true"):
         hint = f" {value!r} is Lightning's own: pass precision={value!r} to the Trainer, and no precision plugin."
     raise ValueError(f"{name}={value!r} is not one of {', '.join(map(repr, legal))}.{hint}")

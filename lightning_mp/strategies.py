@@ -47,9 +47,9 @@ def check_strategy(strategy_or_module: Any) -> None:
     if issubclass(cls, SUPPORTED) and not issubclass(cls, UNSUPPORTED):
         return
     raise MisconfigurationException(
-        f"precision 'bf16-master' does not work with {given}{cls.__qualname__}. It works with"
+        f"Master weights ('bf16-master', '16-master') do not work with {given}{cls.__qualname__}. It works with"
         f" {' and '.join(cls.__name__ for cls in SUPPORTED)}: pass strategy='auto' or 'ddp', or, for a strategy that shards,"
-        " Lightning's precision='bf16-mixed', which keeps fp32 parameters."
+        " Lightning's precision='bf16-mixed' or '16-mixed', which keep fp32 parameters."
     )
 
 

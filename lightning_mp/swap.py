@@ -481,14 +481,19 @@ class CoupledStep:
         self._states: list[dict[Any, Any]] = []
         self._stand_ins: dict[Tensor, Tensor] = {}
 
-    def run(self, closure: Callable[[], Any], **kwargs: Any) -> Any:
+    def run(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Step once, with ``closure`` as the optimizer's closure.
+
+        Args:
+            closure: runs forward and backward; None if gradients are there already and the step needs no other ones.
+            kwargs: passed on to ``optimizer.step``.
 
         Returns:
             What ``optimizer.step`` returns.
         """
 
         def closure_on_parameters() -> Any:
+            assert closure is not None
             self._swap_out()
             try:
                 with torch.enable_grad():
@@ -496,6 +501,8 @@ class CoupledStep:
             finally:
                 self._swap_in()
 
+        if closure is not None:
+            kwargs["closure"] = closure_on_parameters
         optimizers = nested_optimizers(self._optimizer)
         # optimizers that wrap others share groups with them, as a rule
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
@@ -505,7 +512,7 @@ class CoupledStep:
         with _step_hooks_once(self._optimizer, kwargs) as hooks_follow:
             self._swap_in()
             try:
-                return self._optimizer.step(closure=closure_on_parameters, **kwargs)
+                return self._optimizer.step(**kwargs)
             finally:
                 self._swap_out()
                 self._stand_ins = {}

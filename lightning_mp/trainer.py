@@ -20,8 +20,8 @@ class Trainer(pl.Trainer):
     """``lightning.Trainer`` plus ``precision_plugin``.
 
     Args:
-        precision_plugin: the name of one of our precisions, ``"32-true"``, ``"bf16-mixed"``, ``"bf16-master"`` or ``"auto"``,
-            or a precision plugin. ``None`` leaves the choice to ``precision``.
+        precision_plugin: the name of one of our precisions, ``"32-true"``, ``"bf16-mixed"``, ``"16-mixed"``, ``"bf16-master"``,
+            ``"16-master"`` or ``"auto"``, or a precision plugin. ``None`` leaves the choice to ``precision``.
         precision: Lightning's own argument. Beside ``precision_plugin`` it must be left out (in a config: ``null``), or mean
             the same.
         kwargs: all other arguments of ``lightning.Trainer``, by keyword.
@@ -45,7 +45,7 @@ class Trainer(pl.Trainer):
         precision: _PRECISION_INPUT | None = None,
         **kwargs: Any,
     ) -> None:
-        if precision in PRECISIONS and precision not in ("32-true", "bf16-mixed"):
+        if precision in PRECISIONS and precision not in ("32-true", "bf16-mixed", "16-mixed"):
             raise MisconfigurationException(
                 f"precision={precision!r} is a precision plugin of lightning_mp: pass precision_plugin={precision!r}, and leave"
                 " precision out (in a config: precision: null)."

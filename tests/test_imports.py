@@ -22,13 +22,29 @@ MAY_IMPORT = {
     "strategies": {"cost", "numerics"},
     "averaging": {"module", "masters", "cost", "numerics"},
     "edits": {"averaging", "cost", "numerics"},
-    "plugin": {"averaging", "edits", "masters", "swap", "gradients", "module", "strategies", "cost", "numerics"},
+    "scaling": {"gradients", "swap", "numerics"},
+    "schedulers": set(),
+    "plugin": {
+        *(
+            "averaging",
+            "edits",
+            "masters",
+            "swap",
+            "gradients",
+            "module",
+            "scaling",
+            "schedulers",
+            "strategies",
+            "cost",
+            "numerics",
+        )
+    },
     "trainer": {"plugin", "strategies", "cost", "numerics"},
     "callbacks": {"callbacks", "cost", "numerics"},
     "report": {"report", "callbacks", "plugin", "trainer", "cost", "numerics", ""},
     "cli": {"report", "callbacks", "plugin", "trainer", "cost", "numerics", ""},
     "__main__": {"cli"},
-    "": {"plugin", "trainer"},
+    "": {"plugin", "trainer", "callbacks", "numerics"},
 }
 #: Outside packages that only some parts may import.
 ONLY_IN = {
@@ -37,7 +53,7 @@ ONLY_IN = {
     "lightning.pytorch.cli": {"cli"},
 }
 #: Outside packages that the numeric core knows.
-NUMERIC_CORE = {"torch", "__future__", "math", "dataclasses", "typing", "collections"}
+NUMERIC_CORE = {"torch", *sys.stdlib_module_names}
 
 
 def part_of(module: str) -> str:

@@ -27,6 +27,7 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
+from lightning.pytorch.trainer.states import TrainerState
 from lightning.pytorch.utilities import grad_norm
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
@@ -35,7 +36,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, SparseAdam
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_mp
-from lightning_mp import MasterWeightPrecision, Trainer
+from lightning_mp import AdaptiveLossScale, MasterWeightPrecision, Trainer
 from lightning_mp.cost.devices import check_bf16
 from lightning_mp.numerics.split import split
 from lightning_mp.strategies import check_strategy
@@ -1312,10 +1313,15 @@ def test_without_masters_the_plugin_gives_the_parameters_as_masters_or_says_why_
             with self.plugin.fp32_parameters():
                 pass
             assert self.plugin.master_tensors() == []
-            with pytest.raises(RuntimeError, match="bf16-master"):
-                self.plugin.masters()
+            assert same_bits(self.plugin.masters()["layer.weight"], self.layer.weight.detach())
+            assert list(self.plugin.masters(["layer.bias"])) == ["layer.bias"]
+            with pytest.raises(KeyError, match=r"'bias'.*layer\.weight"):
+                self.plugin.masters(["bias"])
 
-    quiet_trainer("32-true").fit(Asks())
+    module = Asks()
+    quiet_trainer("32-true").fit(module)
+    with pytest.raises(RuntimeError, match="Trainer"):
+        module.plugin.masters()
 
 
 # --- runs -------------------------------------------------------------------------------------------------------------
@@ -2299,14 +2305,6 @@ def test_an_unknown_precision_plugin_is_refused_by_the_trainer_with_the_legal_on
     assert all(legal in str(caught.value) for legal in LEGAL)
 
 
-@pytest.mark.parametrize("precision", ["16-mixed", "16-master"])
-def test_fp16_is_refused_for_now_with_what_to_use_instead(precision):
-    with pytest.raises(ValueError, match=precision) as caught:
-        Trainer(precision_plugin=precision, **QUIET)
-    assert all(legal in str(caught.value) for legal in LEGAL)
-    assert "fp16" in str(caught.value)
-
-
 @pytest.mark.parametrize("precision", ["bf16-true", "16-true", "64-true"])
 def test_precisions_without_masters_are_refused_with_a_hint(precision):
     with pytest.raises(ValueError, match=precision) as caught:
@@ -2420,7 +2418,7 @@ def test_lazy_parameters_that_were_initialised_train(plugin):
 def test_parameters_on_the_meta_device_are_refused(plugin):
     module = M(nn.Linear(4, 1, device="meta"))
     # not through a fit: Lightning cannot tear down a module on the meta device, whatever the precision
-    module._trainer = SimpleNamespace(strategy=SingleDeviceStrategy("cpu"), training=True)
+    module._trainer = SimpleNamespace(strategy=SingleDeviceStrategy("cpu"), training=True, state=TrainerState())
     with pytest.raises(MisconfigurationException, match=r"layer\.weight.*meta.*configure_model"):
         plugin.convert_module(module)
 
@@ -2436,11 +2434,11 @@ def test_a_cuda_device_without_bf16_is_refused_with_its_name(monkeypatch):
 
 def on_device(device: str) -> nn.Module:
     module = M()
-    module._trainer = SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device(device)), training=True)
+    module._trainer = SimpleNamespace(strategy=SingleDeviceStrategy(torch.device(device)), training=True, state=TrainerState())
     return module
 
 
-def test_a_module_for_a_device_without_bf16_is_refused_and_left_fp32(monkeypatch, said):
+def test_a_module_for_a_device_without_bf16_is_refused_and_left_fp32_and_auto_is_fp16(monkeypatch, said):
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "Tesla T4")
     module = on_device("cuda:0")
@@ -2449,11 +2447,13 @@ def test_a_module_for_a_device_without_bf16_is_refused_and_left_fp32(monkeypatch
         with pytest.raises(MisconfigurationException, match="Tesla T4"):
             plugin.convert_module(module)
         plugin.teardown()
+        assert {param.dtype for param in module.parameters()} == {FP32}
     plugin = MasterWeightPrecision("auto")
     plugin.convert_module(module)
-    assert plugin.precision == "32-true"
-    assert "auto|32-true|Tesla T4" in said
-    assert {param.dtype for param in module.parameters()} == {FP32}
+    assert plugin.precision == "16-master"
+    assert type(plugin.loss_scale) is AdaptiveLossScale
+    assert "auto|16-master|Tesla T4" in said
+    assert {param.dtype for param in module.parameters()} == {torch.float16}
 
 
 @pytest.mark.parametrize("device", ["mps", "xpu"])

@@ -1,0 +1,410 @@
+"""Loss scaling in a run: what happens around each backward, and before each optimizer step.
+
+A **round** is what lies between two updates of the scale: one or several backwards, then the optimizer steps on their
+gradients. The scale is constant within a round, and updated once, however many optimizers step: at the beginning of the first
+backward that follows a step. An accumulation window is one round.
+
+Before a backward the gradients that are there already are multiplied by the scale, so that autograd may add to them. After it
+*all* gradients are divided by it, into fp32. So a gradient is never unscaled by another scale than the one that made it, and
+user code (hooks, clipping, loggers, manual optimization) sees true gradients at all times, from ``on_after_backward`` on.
+
+The same pass finds the largest magnitude. Before the first optimizer step of a round three numbers are read from the device at
+once, the only device-to-host sync of a step:
+
+======================  =====================================================================================================
+largest magnitude       over the gradients that the round made afresh; sums over micro-batches do not count, as fp16 has only to
+                        hold the terms
+overflow                whether any gradient became infinite or NaN
+non-finite loss         whether any loss was infinite or NaN before it was scaled: no matter of scaling
+======================  =====================================================================================================
+
+They are combined over the ranks (maximum) first, so that all ranks step, or none. On an overflow only, each gradient is looked
+at, to find out which optimizers are concerned, and where it began.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from lightning_mp.gradients import LOW, scale_, unscale_
+from lightning_mp.numerics.loss_scale import LossScale, NoLossScale
+from lightning_mp.swap import requires_closure
+
+FP16_MAX = 65504.0
+#: The largest power of two that fp16 holds: what an fp16 loss can be multiplied by, as that is the gradient it gets.
+MAX_SCALE_OF_FP16_LOSS = 2.0**15
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a round's gradients were, as host numbers."""
+
+    amax: float | None  # largest unscaled magnitude; None if it is not known
+    overflow: bool
+    loss_is_finite: bool
+    has_old_overflow: bool  # an optimizer has not stepped since, or cleared its gradients
+
+
+@dataclass
+class _Round:
+    fresh: list[Tensor] = field(default_factory=list)  # largest unscaled magnitudes, 0-dim
+    sums: list[Tensor] = field(default_factory=list)  # the same, of gradients that were added to
+    losses: list[Tensor] = field(default_factory=list)  # 0-dim bool: whether each is finite
+    params: set[int] = field(default_factory=set)  # whose gradients are measured, by id
+    measured: Measured | None = None  # once a step asked
+    has_stepped: bool = False
+    was_searched: bool = False  # for the gradients that overflowed
+
+
+class LossScaling:
+    """The scale of a run, the check of its gradients, and the count of its steps.
+
+    Args:
+        scale: the scaler to begin with.
+        checks: whether gradients are checked, and steps with non-finite ones dropped.
+        is_fp16: whether gradients are made in fp16.
+        max_consecutive_skips: stop after so many dropped steps of an optimizer in a row.
+
+    Attributes:
+        gradient_scale: the scale with which the present gradients were made.
+        applied_steps: optimizer steps that changed weights.
+        skipped_steps: optimizer steps that were dropped.
+        nonfinite_losses: those of the skipped steps that were dropped because a loss was not finite.
+        last_step_skipped: whether the last optimizer step was dropped.
+        last_overflow: the parameter where the last overflow began, or None.
+        headroom_bits: log2(65504 / largest scaled gradient) when gradients were last measured; None if it is not known, or
+            the arithmetic is not fp16.
+    """
+
+    def __init__(self, scale: LossScale, checks: bool, is_fp16: bool, max_consecutive_skips: int = 50) -> None:
+        self.checks = checks
+        self.is_fp16 = is_fp16
+        self.gradient_scale = 1.0
+        self.applied_steps = self.skipped_steps = self.nonfinite_losses = 0
+        self.last_step_skipped = False
+        self.last_overflow: str | None = None
+        self.headroom_bits: float | None = None
+        self._scale = scale
+        self._max_consecutive_skips = max_consecutive_skips
+        self._consecutive_skips: dict[int, int] = {}  # by the optimizer's position
+        self._history: deque[float] = deque(maxlen=12)
+        self._fp16_loss_reported = False
+        self._round = _Round()
+        self._module: Module | None = None
+        self._optimizers: list[Optimizer] = []
+        self._named: dict[int, tuple[str, Any]] = {}  # every parameter, by id
+        self._had_gradient: set[int] = set()  # before the last backward
+        self._overflowed: set[int] = set()  # known to have a non-finite gradient
+
+    @property
+    def is_active(self) -> bool:
+        """Whether there is a scale."""
+        return not isinstance(self._scale, NoLossScale)
+
+    @property
+    def was_used(self) -> bool:
+        """Whether any step was counted."""
+        return bool(self.applied_steps or self.skipped_steps)
+
+    @property
+    def scale(self) -> LossScale:
+        """The scaler as the next round is going to use it, as far as it is known by now."""
+        round_ = self._round
+        if not round_.has_stepped or round_.measured is None or not round_.measured.loss_is_finite:
+            return self._scale
+        return self._scale.update(finite=not round_.measured.overflow, amax=round_.measured.amax)
+
+    @scale.setter
+    def scale(self, scale: LossScale) -> None:
+        self._scale, self._round = scale, _Round()
+
+    # --- a run -------------------------------------------------------------------------------------------------------------
+
+    def connect(self, module: Module, optimizers: Sequence[Optimizer]) -> None:
+        """Name the module whose gradients are scaled, and the optimizers that step on them.
+
+        Raises:
+            MisconfigurationException: a gradient cannot be unscaled in fp32, or an optimizer's step cannot be dropped.
+        """
+        self._module, self._optimizers = module, list(optimizers)
+        self._find_parameters()
+        if not self.checks:
+            return
+        for optimizer in optimizers:
+            if requires_closure(optimizer):
+                raise MisconfigurationException(
+                    f"{type(optimizer).__qualname__} evaluates the model inside step(), where a step with infinite or NaN"
+                    " gradients cannot be dropped any more. Loss scaling, and skip_nonfinite, do not work with it: use"
+                    " 'bf16-master', 'bf16-mixed' or '32-true' without them, or another optimizer."
+                )
+        low = [name for name, param in self._named.values() if param.grad_dtype in LOW and param.requires_grad]
+        if low and self.is_active:
+            raise MisconfigurationException(
+                f"Parameters {', '.join(low[:5])} are 16-bit and have no fp32 master, so their gradients cannot be unscaled in"
+                " fp32. Make them fp32 (module.float()), or use '16-master'."
+            )
+
+    def release(self) -> None:
+        """Let go of the module; scale and counts stay."""
+        self.scale = self.scale
+        self._module, self._optimizers, self._named, self._overflowed = None, [], {}, set()
+
+    def _find_parameters(self) -> None:
+        assert self._module is not None
+        self._named = {id(param): (name, param) for name, param in self._module.named_parameters()}
+        for optimizer in self._optimizers:
+            for param in _parameters(optimizer):
+                self._named.setdefault(id(param), (f"a parameter of {type(optimizer).__qualname__}", param))
+
+    # --- backward ----------------------------------------------------------------------------------------------------------
+
+    def before_backward(self, loss: Tensor) -> Tensor:
+        """Begin a new round if there was a step, and scale the gradients that are there.
+
+        Returns:
+            The loss multiplied by the scale, in fp32 at least.
+        """
+        if not self.checks:
+            return loss
+        if self._round.has_stepped:
+            self._scale, self._round = self.scale, _Round()
+        self._round.measured = None
+        if any(id(param) not in self._named for optimizer in self._optimizers for param in _parameters(optimizer)):
+            self._find_parameters()
+        self._limit_for(loss)
+        self.gradient_scale = self._scale.scale
+        self._round.losses.append(torch.isfinite(loss.detach()).all())
+        with_gradient = [param for _, param in self._named.values() if param.grad is not None]
+        self._had_gradient = set(map(id, with_gradient))
+        if self._overflowed:  # a gradient of an earlier round that is still there is no news
+            self._overflowed &= set(map(id, _nonfinite(with_gradient)))
+        scale_(with_gradient, self.gradient_scale)
+        if not self.is_active:
+            return loss
+        return (loss.float() if loss.dtype in LOW else loss) * self.gradient_scale
+
+    def after_backward(self) -> None:
+        """Unscale and measure every gradient. No device-to-host sync."""
+        if not self.checks:
+            return
+        fresh, sums, known = [], [], []
+        for key, (_, param) in self._named.items():
+            if param.grad is None:
+                continue
+            if key not in self._had_gradient:
+                fresh.append(param)
+            elif key in self._overflowed:
+                known.append(param)
+            else:
+                sums.append(param)
+        found: list[Tensor] = []  # of those that are known, and are not to count again
+        for params, amaxes in ((fresh, self._round.fresh), (sums, self._round.sums), (known, found)):
+            amax = unscale_(params, self.gradient_scale, widen=self.is_fp16 or self.is_active)
+            if amax is not None:
+                amaxes.append(amax / self.gradient_scale)
+            self._round.params.update(map(id, params))
+
+    def _limit_for(self, loss: Tensor) -> None:
+        if loss.dtype != torch.float16 or self._scale.scale <= MAX_SCALE_OF_FP16_LOSS:
+            return
+        self._scale = self._scale.with_scale(MAX_SCALE_OF_FP16_LOSS)
+        if not self._fp16_loss_reported:
+            self._fp16_loss_reported = True
+            rank_zero_info(
+                "The loss is an fp16 tensor. Its gradient is the loss scale, so the scale is kept at 2^15, the largest power of"
+                " two in fp16. Compute the loss in fp32 to lift this."
+            )
+
+    # --- steps -------------------------------------------------------------------------------------------------------------
+
+    def may_step(self, optimizer: Optimizer) -> bool:
+        """Decide whether an optimizer steps; a dropped step is counted here.
+
+        One device-to-host sync for each round; more on an overflow.
+
+        Returns:
+            False if the step is to be dropped. True also for an optimizer without any gradient.
+
+        Raises:
+            FloatingPointError: too many steps in a row were dropped, or one was although the scale was at its floor. Nothing
+                was changed by then.
+        """
+        with_gradient = [param for param in _parameters(optimizer) if param.grad is not None]
+        if not with_gradient and not _is_distributed():
+            return True
+        round_ = self._round
+        if round_.measured is None:
+            round_.measured = self._measure()
+        round_.has_stepped = True
+        if not round_.measured.loss_is_finite:
+            self._skip(optimizer, round_.measured)
+            return False
+        is_covered = all(id(param) in round_.params for param in with_gradient)
+        if is_covered and not round_.measured.overflow and not round_.measured.has_old_overflow:
+            return True
+        self._search()
+        overflowed = any(id(param) in self._overflowed for param in with_gradient)
+        if not _on_any_rank(overflowed, self._device):
+            return True
+        self._skip(optimizer, round_.measured)
+        return False
+
+    def count_applied(self, optimizer: Optimizer) -> None:
+        """Count a step that was made. One without any gradient is neither applied nor skipped."""
+        self.last_step_skipped = False
+        if any(param.grad is not None for param in _parameters(optimizer)):
+            self.applied_steps += 1
+            self._consecutive_skips[self._position(optimizer)] = 0
+
+    def _measure(self) -> Measured:
+        """Read what the device knows of the round, on all ranks together. One device-to-host sync."""
+        round_, device = self._round, self._device
+        fresh = [amax.to(device, torch.float32) for amax in round_.fresh]
+        largest = torch.stack(fresh).max() if fresh else torch.zeros((), device=device)
+        every = torch.stack([*fresh, *(amax.to(device, torch.float32) for amax in round_.sums), largest])
+        overflow = ~torch.isfinite(every).all()
+        bad_loss = ~torch.stack([finite.to(device) for finite in round_.losses] or [overflow.new_ones(())]).all()
+        old = torch.full_like(largest, float(bool(self._overflowed)))
+        values = torch.stack([largest.nan_to_num(0.0, 0.0, 0.0), overflow.float(), bad_loss.float(), old])
+        if _is_distributed():
+            dist.all_reduce(values, dist.ReduceOp.MAX)
+        amax, has_overflow, has_bad_loss, has_old_overflow = values.tolist()
+        scaled = amax * self.gradient_scale
+        self.headroom_bits = None if has_overflow or not scaled or not self.is_fp16 else math.log2(FP16_MAX / scaled)
+        self._history.append(self.gradient_scale)
+        return Measured(amax or None, bool(has_overflow), not has_bad_loss, bool(has_old_overflow))
+
+    @property
+    def _device(self) -> torch.device:
+        tensors = [*self._round.losses, *self._round.fresh, *(param for _, param in self._named.values())]
+        return tensors[0].device if tensors else torch.device("cpu")
+
+    def _search(self) -> None:
+        """Find the gradients that are not finite. One device-to-host sync."""
+        if self._round.was_searched:
+            return
+        self._round.was_searched = True
+        found = _nonfinite([param for _, param in self._named.values() if param.grad is not None])
+        self._overflowed = set(map(id, found))
+
+    def _overflowed_names(self) -> list[str]:
+        """In the order in which backward meets them: that of the module's parameters, reversed."""
+        return [name for key, (name, _) in reversed(self._named.items()) if key in self._overflowed]
+
+    def _position(self, optimizer: Optimizer) -> int:
+        return next((i for i, known in enumerate(self._optimizers) if known is optimizer), len(self._optimizers))
+
+    def _skip(self, optimizer: Optimizer, measured: Measured) -> None:
+        position = self._position(optimizer)
+        in_row = self._consecutive_skips.get(position, 0) + 1
+        self._consecutive_skips[position] = in_row
+        self.last_step_skipped = True
+        self.skipped_steps += 1
+        # torch then knows that a step was asked for, and does not warn that a scheduler was first
+        optimizer._opt_called = True  # type: ignore[attr-defined]
+        self._search()
+        names = self._overflowed_names()
+        if not measured.loss_is_finite:
+            self.nonfinite_losses += 1
+            reason = "the loss is not finite"
+        else:
+            self.last_overflow = names[0] if names else None
+            reason = f"gradients overflowed{f' (first in {names[0]})' if names else ''}"
+        at_floor = measured.loss_is_finite and in_row > 1 and self._scale.is_at_floor
+        if at_floor or in_row >= self._max_consecutive_skips:
+            raise FloatingPointError(self._why_it_stops(names, measured, in_row))
+        if in_row & (in_row - 1) == 0:  # the first, second, fourth, ... in a row
+            say = rank_zero_warn if in_row >= 8 else rank_zero_info
+            say(
+                f"Optimizer step skipped, {in_row} in a row: {reason} at loss scale {self.gradient_scale:g}; the next is"
+                f" {self.scale.scale:g}. {self.skipped_steps} skipped and {self.applied_steps} applied so far."
+            )
+
+    def _why_it_stops(self, names: list[str], measured: Measured, in_row: int) -> str:
+        shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+        history = " ".join(f"{scale:g}" for scale in self._history)
+        what = (
+            f"{in_row} optimizer steps in a row were skipped; the loss scale is {self.gradient_scale:g} (of late: {history})."
+            f" First parameters with non-finite gradients, in the order of backward: {shown or 'none'}."
+        )
+        if not measured.loss_is_finite:
+            return (
+                f"{what} The loss itself was not finite, so this is not a matter of loss scaling: look for NaN in the data, a"
+                " division by zero or a logarithm of zero, or lower the learning rate."
+            )
+        if not self.is_active:
+            return f"{what} The loss was finite. Lower the learning rate, clip gradients, or use '32-true' to find the cause."
+        return (
+            f"{what} The loss was finite. Lower the learning rate; keep the modules named above in fp32 with fp32_modules; use"
+            " 'bf16-master', which needs no scale; or allow a smaller scale (min_scale) or more skips (max_consecutive_skips)."
+            " Weights, optimizer state and saved checkpoints are as after the last applied step."
+        )
+
+    # --- checkpoints -------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain containers and numbers: ``loss_scale`` (the scaler's state), the counts, and ``consecutive_skips``."""
+        in_row = self._consecutive_skips
+        return {
+            "loss_scale": self.scale.state_dict(),
+            "applied_steps": self.applied_steps,
+            "skipped_steps": self.skipped_steps,
+            "nonfinite_losses": self.nonfinite_losses,
+            "last_step_skipped": self.last_step_skipped,
+            "last_overflow": self.last_overflow,
+            "consecutive_skips": [in_row.get(position, 0) for position in range(max(in_row, default=-1) + 1)],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what :meth:`state_dict` gave; what is missing starts afresh, and is named in the log."""
+        defaults: dict[str, Any] = {"applied_steps": 0, "skipped_steps": 0, "nonfinite_losses": 0, "last_step_skipped": False}
+        defaults |= {"last_overflow": None, "consecutive_skips": []}
+        missing = [key for key in ("loss_scale", *defaults) if key not in state]
+        if missing:
+            rank_zero_info(f"The checkpoint has no {', '.join(missing)} of loss scaling; they start afresh.")
+        for key, default in defaults.items():
+            if key != "consecutive_skips":
+                setattr(self, key, state.get(key, default))
+        self._consecutive_skips = dict(enumerate(state.get("consecutive_skips", [])))
+        saved = state.get("loss_scale")
+        # a run without a scale has nothing to hand over
+        if saved is not None and self.is_active and saved.get("kind") != "none":
+            self.scale = self._scale.load_state_dict(saved)
+
+
+def _parameters(optimizer: Optimizer) -> Iterable[Any]:
+    return (param for group in optimizer.param_groups for param in group["params"])
+
+
+def _nonfinite(params: list[Any]) -> list[Any]:
+    """Those whose gradient is not finite. One device-to-host sync."""
+    if not params:
+        return []
+    device = params[0].device
+    finite = [torch.isfinite(param.grad._values() if param.grad.is_sparse else param.grad).all() for param in params]
+    are_finite = torch.stack([flag.to(device) for flag in finite]).tolist()
+    return [param for param, is_finite in zip(params, are_finite, strict=True) if not is_finite]
+
+
+def _is_distributed() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def _on_any_rank(flag: bool, device: torch.device) -> bool:
+    if not _is_distributed():
+        return flag
+    value = torch.tensor(float(flag), device=device)
+    dist.all_reduce(value, dist.ReduceOp.MAX)
+    return bool(value.item())
