@@ -403,7 +403,8 @@ class MasterWeightPrecision(Precision):
             name = SHORT_NAMES[dtype]
             rank_zero_warn(
                 f"Values beyond {name}'s largest finite number ({torch.finfo(dtype).max:.3g}) are infinite in the {name}"
-                f" parameters of {', '.join(infinite[:5])}. Their masters are finite. Keep these modules in fp32 with fp32_modules."
+                f" parameters of {', '.join(infinite[:5])}. Their masters are finite. Keep these modules in fp32 with"
+                " fp32_modules."
             )
 
     # --- forward and backward ------------------------------------------------------------------------------------------

@@ -45,8 +45,8 @@ def check_bf16(precision: str, device: torch.device) -> None:
     computes, reason = bf16_support(device)
     if not computes and device.type != "cpu":
         raise MisconfigurationException(
-            f"precision {precision!r} needs a device that computes bf16, but {reason}. Use precision '16-master' or '16-mixed' on"
-            " a GPU, '32-true' anywhere, or 'auto', which picks what the device can do."
+            f"precision {precision!r} needs a device that computes bf16, but {reason}. Use precision '16-master' or '16-mixed'"
+            " on a GPU, '32-true' anywhere, or 'auto', which picks what the device can do."
         )
 
 

@@ -386,7 +386,7 @@ class AdaptiveLossScale(_BoundedLossScale):
     streak: int = field(init=False)
     overflows_in_a_row: int = field(init=False)
     margin: float = field(init=False)
-    log2_amax: tuple[float, ...] = field(init=False)
+    log2_amax: tuple[float, ...] = field(init=False, repr=False)
     censored: tuple[float, ...] = field(init=False)
 
     def __post_init__(self) -> None:
