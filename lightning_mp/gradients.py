@@ -33,6 +33,8 @@ FP32 = torch.float32
 LOW = (torch.bfloat16, torch.float16)
 #: On a CPU, gradients with fewer elements than this are handled many at a time, as each call has a fixed cost.
 SMALL = 1 << 14
+#: Larger ones in parts of so many elements.
+CHUNK = 1 << 17
 
 
 def accumulate_in_fp32(params: Iterable[Parameter]) -> None:
@@ -145,85 +147,89 @@ def unscale_(params: Iterable[Parameter], scale: float, widen: bool) -> Tensor |
         The largest magnitude before the division (0-dim, fp32), infinite or NaN if any element is, or None if there is no
         element. No device-to-host sync.
     """
-    kinds: dict[tuple[str, bool], list[Parameter]] = {}
+    kinds: dict[tuple[bool, torch.dtype, bool], list[tuple[Parameter, Tensor]]] = {}
     for param in params:
         grad = param.grad
-        if grad is None or not grad.numel():
+        if grad is None:
             continue
         if grad.is_sparse:
             grad = param.grad = (grad.to(FP32) if grad.dtype in LOW else grad).coalesce()
-        kinds.setdefault((grad.device.type, grad.dtype in LOW), []).append(param)
+        if size := grad.numel():
+            kinds.setdefault((grad.is_cpu, grad.dtype, size < SMALL), []).append((param, grad))
     extremes: list[Tensor] = []
-    for (device_type, is_low), group in kinds.items():
-        if is_low and widen:
-            unscale = _widen_on_cpu_ if device_type == "cpu" else _widen_on_accelerator_
+    for (is_cpu, dtype, is_small), pairs in kinds.items():
+        if widen and dtype in LOW:
+            unscale = _widen_on_accelerator_ if not is_cpu else _widen_together_ if is_small else _widen_each_
         else:
-            unscale = _divide_on_cpu_ if device_type == "cpu" else _divide_on_accelerator_
-        extremes += unscale(group, 1.0 / scale)
+            unscale = _divide_on_accelerator_ if not is_cpu else _divide_together_ if is_small else _divide_each_
+        unscale(pairs, 1.0 / scale, extremes)
     if not extremes:
         return None
-    return torch.stack([extreme.to(extremes[0].device, FP32) for extreme in extremes]).abs_().max()
+    first = extremes[0]
+    if any(extreme.dtype != first.dtype or extreme.device != first.device for extreme in extremes):
+        extremes = [extreme.to(first.device, FP32) for extreme in extremes]
+    return torch.stack(extremes).abs_().max().to(FP32)
 
 
 def _elements(grad: Tensor) -> Tensor:
     """The elements of a gradient as a dense real tensor that shares its memory."""
     if grad.is_sparse:
         grad = grad._values()
-    return torch.view_as_real(grad) if grad.is_complex() else grad
+    return torch.view_as_real(grad) if grad.dtype.is_complex else grad
 
 
-def _divide_on_cpu_(params: list[Parameter], inverse: float) -> list[Tensor]:
-    grads = [_elements(cast(Tensor, param.grad)) for param in params]
-    extremes: list[Tensor] = []
-    small: dict[torch.dtype, list[Tensor]] = {}
-    for grad in grads:
-        if grad.numel() < SMALL:
-            small.setdefault(grad.dtype, []).append(grad)
-        elif grad.numel():
-            extremes += grad.aminmax()
+def _divide_each_(pairs: list[tuple[Parameter, Tensor]], inverse: float, extremes: list[Tensor]) -> None:
+    for _, grad in pairs:
+        elements = _elements(grad)
+        # in parts that stay in the processor's cache from the one pass to the other
+        is_divided = elements.numel() >= 2 * CHUNK and elements.is_contiguous()
+        for part in elements.view(-1).split(CHUNK) if is_divided else (elements,):
+            if part.numel():
+                extremes += part.aminmax()
             if inverse != 1.0:
-                grad.mul_(inverse)
-    for tensors in small.values():
-        extremes += _flatten_dense_tensors(tensors).aminmax()
-        if inverse != 1.0:  # what torch's GradScaler calls, as foreach operations are slow on small tensors here
-            found, factor = torch.zeros(1), torch.tensor(inverse)
-            torch._amp_foreach_non_finite_check_and_unscale_(tensors, found, factor)
-    return extremes
+                part.mul_(inverse)
 
 
-def _widen_on_cpu_(params: list[Parameter], inverse: float) -> list[Tensor]:
-    extremes: list[Tensor] = []
-    small: dict[torch.dtype, list[Parameter]] = {}
-    for param in params:
-        grad = cast(Tensor, param.grad)
-        if grad.numel() < SMALL:
-            small.setdefault(grad.dtype, []).append(param)
-        else:
-            extremes += grad.aminmax()
-            param.grad = grad.to(FP32).mul_(inverse)
-    for group in small.values():
-        grads = [cast(Tensor, param.grad) for param in group]
-        together = _flatten_dense_tensors(grads)
+def _divide_together_(pairs: list[tuple[Parameter, Tensor]], inverse: float, extremes: list[Tensor]) -> None:
+    grads = [_elements(grad) for _, grad in pairs]
+    together = _flatten_dense_tensors(grads)
+    if together.numel():
         extremes += together.aminmax()
-        for param, grad in zip(group, _unflatten_dense_tensors(together.to(FP32).mul_(inverse), grads), strict=True):
-            param.grad = grad
-    return extremes
+    if inverse != 1.0:  # what torch's GradScaler calls, as foreach operations are slow on small tensors here
+        torch._amp_foreach_non_finite_check_and_unscale_(grads, torch.zeros(1), torch.tensor(inverse))
 
 
-def _divide_on_accelerator_(params: list[Parameter], inverse: float) -> list[Tensor]:
-    grads = [_elements(cast(Tensor, param.grad)) for param in params]
-    extremes = list(torch._foreach_norm(grads, torch.inf))
+def _widen_each_(pairs: list[tuple[Parameter, Tensor]], inverse: float, extremes: list[Tensor]) -> None:
+    while pairs:  # each 16-bit gradient is gone before the next fp32 one is made
+        param, grad = pairs.pop()
+        extremes += grad.aminmax()
+        param.grad = grad.to(FP32).mul_(inverse)
+
+
+def _widen_together_(pairs: list[tuple[Parameter, Tensor]], inverse: float, extremes: list[Tensor]) -> None:
+    grads = [grad for _, grad in pairs]
+    together = _flatten_dense_tensors(grads)
+    extremes += together.aminmax()
+    wide = _unflatten_dense_tensors(together.to(FP32).mul_(inverse), grads)
+    for (param, _), grad in zip(pairs, wide, strict=True):
+        param.grad = grad
+
+
+def _divide_on_accelerator_(pairs: list[tuple[Parameter, Tensor]], inverse: float, extremes: list[Tensor]) -> None:
+    grads = [_elements(grad) for _, grad in pairs]
+    extremes += torch._foreach_norm(grads, torch.inf)
     if inverse != 1.0:
         torch._foreach_mul_(grads, inverse)
-    return extremes
 
 
-def _widen_on_accelerator_(params: list[Parameter], inverse: float) -> list[Tensor]:
-    extremes = list(torch._foreach_norm([cast(Tensor, param.grad) for param in params], torch.inf))
-    for param in params:  # one after another, so that each 16-bit gradient is gone before the next fp32 one is made
-        param.grad = cast(Tensor, param.grad).to(FP32)
-    torch._foreach_mul_([cast(Tensor, param.grad) for param in params], inverse)
-    return extremes
+def _widen_on_accelerator_(pairs: list[tuple[Parameter, Tensor]], inverse: float, extremes: list[Tensor]) -> None:
+    extremes += torch._foreach_norm([grad for _, grad in pairs], torch.inf)
+    wide = []
+    while pairs:  # as above
+        param, grad = pairs.pop()
+        param.grad = grad.to(FP32)
+        wide.append(param.grad)
+    torch._foreach_mul_(wide, inverse)
 
 
 def clip_by_norm_(params: Iterable[Parameter], clip_val: float) -> Tensor | None:

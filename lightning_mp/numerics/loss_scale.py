@@ -21,8 +21,9 @@ Worked number: gradients of at most 0.004 over the window give Q = log2(0.004) =
 exponent is floor(16.00 - 0.25 + 7.97) = 23, so the scale is 2^23, and the largest scaled gradient 33554, within a bit of
 65504.
 
-*A healthy step* moves the scale to the formula's value at once if that is lower, and by ``growth_bits`` towards it if that is
-higher: the first estimates rest on few samples. A healthy step proves that no fp16 gradient exceeded 65504 / scale, so a
+*A healthy step* moves the scale to the formula's value at once if that is lower, and by at most ``growth_bits`` towards it if
+that is higher, as the first estimates rest on few samples. Only the first of all goes there in one leap: any size that was seen
+is a better guess than ``init_scale``. A healthy step proves that no fp16 gradient exceeded 65504 / scale, so a
 larger ``a`` (of gradients that were formed in fp32) enters as 65504 / scale: one outlier costs a bit or two, not the scale.
 An ``a`` that is 0, absent or not finite has no logarithm and says nothing: the state stays as it is.
 
@@ -39,8 +40,8 @@ again or still there, so after N healthy steps, whatever the gradients did, ::
 
     runs of overflows <= overflow_probability * N + (margin - margin_bits) / 0.5
 
-up to the largest margin, ``margin_bits`` + 12. (Adaptive conformal inference, Gibbs and Candes 2021, section 2, is the same
-recursion.) A run of overflows is one event: its length is a matter of the backoff.
+up to the largest margin, ``margin_bits`` + 12. (Gibbs and Candes 2021, "Adaptive Conformal Inference Under Distribution
+Shift", bound errors by the same kind of recursion.) A run of overflows is one event: its length is a matter of the backoff.
 
 Trade-offs. The scale is a power of two, so half a bit of headroom is lost to rounding on average; that is also a margin.
 With log-normal noise of 0.5 bits and the default probability some 2.1 bits of headroom are the least possible, so a scaler
@@ -347,7 +348,7 @@ class AdaptiveLossScale(_BoundedLossScale):
             one uses more of fp16's range.
         margin_bits: the least distance, in bits, between the largest gradients of the window and fp16's largest number,
             before the scale is rounded down to a power of two.
-        growth_bits: by how many bits a healthy step may raise the scale.
+        growth_bits: by how many bits a healthy step may raise the scale. The first one is not limited.
         min_scale: the floor. Below 1 by default, because gradients above 65504 need it.
         max_scale: the ceiling. By default 2^64, for gradients of at most 2^-48: what is smaller is as good as zero to an
             optimizer, and a loss of up to 2^63 can still be scaled in fp32.
@@ -423,8 +424,9 @@ class AdaptiveLossScale(_BoundedLossScale):
         censored = self.censored if self.streak + 1 < CENSORED_STEPS else ()
         margin = max(self.margin - MARGIN_STEP_BITS * self.overflow_probability, self.margin_bits)
         bound = max((self._upper_quantile(window), *censored))
+        growth_bits = self.growth_bits if self.log2_amax else 127
         return self._next(
-            scale=self._towards(math.floor(LOG2_FP16_MAX - margin - bound)),
+            scale=self._towards(math.floor(LOG2_FP16_MAX - margin - bound), growth_bits),
             streak=self.streak + 1,
             overflows_in_a_row=0,
             margin=margin,
@@ -440,9 +442,9 @@ class AdaptiveLossScale(_BoundedLossScale):
         above = int(self.overflow_probability * len(window))
         return sorted(window)[-1 - above] if above else max(window)
 
-    def _towards(self, exponent: int) -> float:
+    def _towards(self, exponent: int, growth_bits: int) -> float:
         """2^exponent, within the limits and at most ``growth_bits`` above the present scale."""
-        highest = min(math.ldexp(self.scale, self.growth_bits), self.max_scale)
+        highest = min(math.ldexp(self.scale, growth_bits), self.max_scale)
         # the exponent is clamped first: 2^1090, for an amax of 1e-323, is no float
         return max(min(math.ldexp(1.0, min(exponent, 127)), highest), self.min_scale)
 
