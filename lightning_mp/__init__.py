@@ -9,6 +9,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lightning_mp.callbacks.gradients import GradientRangeMonitor as GradientRangeMonitor
+    from lightning_mp.callbacks.loss_scale import LossScaleMonitor as LossScaleMonitor
     from lightning_mp.numerics.loss_scale import AdaptiveLossScale as AdaptiveLossScale
     from lightning_mp.numerics.loss_scale import DynamicLossScale as DynamicLossScale
     from lightning_mp.numerics.loss_scale import NoLossScale as NoLossScale
@@ -21,6 +23,8 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "AdaptiveLossScale": "lightning_mp.numerics.loss_scale",
     "DynamicLossScale": "lightning_mp.numerics.loss_scale",
+    "GradientRangeMonitor": "lightning_mp.callbacks.gradients",
+    "LossScaleMonitor": "lightning_mp.callbacks.loss_scale",
     "MasterWeightPrecision": "lightning_mp.plugin",
     "NoLossScale": "lightning_mp.numerics.loss_scale",
     "StaticLossScale": "lightning_mp.numerics.loss_scale",
@@ -29,6 +33,8 @@ _PUBLIC = {
 __all__ = [
     "AdaptiveLossScale",
     "DynamicLossScale",
+    "GradientRangeMonitor",
+    "LossScaleMonitor",
     "MasterWeightPrecision",
     "NoLossScale",
     "StaticLossScale",

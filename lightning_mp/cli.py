@@ -47,6 +47,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from rich.console import Console
 
 import lightning_mp
+from lightning_mp.numerics.loss_scale import LossScale
 from lightning_mp.report.candidates import CANDIDATES, DEFAULT, parse_precisions
 from lightning_mp.report.compare import Plan, run_comparison
 from lightning_mp.report.files import new_run_folder, write_text
@@ -204,12 +205,14 @@ class MixedPrecisionCLI(LightningCLI):
     def _add_instantiators(self) -> None:
         super()._add_instantiators()
         self.parser.add_instantiator(self._instantiate_precision, Precision, subclasses=True)
+        self.parser.add_instantiator(self._instantiate_precision, LossScale, subclasses=True)
 
-    def _instantiate_precision(self, class_type: type[Precision], *args: Any, **kwargs: Any) -> Precision:
+    def _instantiate_precision(self, class_type: type[Any], *args: Any, **kwargs: Any) -> Any:
         try:
             return class_type(*args, **kwargs)
         except (MisconfigurationException, ValueError) as error:
-            self._precision_error = UsageError(f"trainer.precision_plugin: {error}")
+            part = "trainer.precision_plugin" + (".loss_scale" if issubclass(class_type, LossScale) else "")
+            self._precision_error = UsageError(f"{part}: {error}")
             raise
 
     def instantiate_classes(self) -> None:

@@ -18,7 +18,6 @@ infinite or NaN if any element is, so that one number tells both how much of fp1
 
 # no `from __future__ import annotations`: torch checks the annotations of a communication hook as objects
 from collections.abc import Iterable
-from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -155,7 +154,9 @@ def unscale_(params: Iterable[Parameter], scale: float, widen: bool) -> Tensor |
         if grad.is_sparse:
             grad = param.grad = (grad.to(FP32) if grad.dtype in LOW else grad).coalesce()
         if size := grad.numel():
-            kinds.setdefault((grad.is_cpu, grad.dtype, size < SMALL), []).append((param, grad))
+            # what is put together loses its memory layout
+            is_small = size < SMALL and not grad.is_sparse and grad.is_contiguous()
+            kinds.setdefault((grad.is_cpu, grad.dtype, is_small), []).append((param, grad))
     extremes: list[Tensor] = []
     for (is_cpu, dtype, is_small), pairs in kinds.items():
         if widen and dtype in LOW:

@@ -275,9 +275,9 @@ class Masters:
                 self.generation += 1
 
     @torch.no_grad()
-    def broadcast(self) -> None:
-        """Give every rank the masters of rank 0, whose parameters it has already."""
-        for master in self:
+    def broadcast(self, params: Iterable[Tensor]) -> None:
+        """Give every rank the masters of rank 0, for those of ``params`` that have one, and are equal already."""
+        for master in filter(None, map(self.get, params)):
             master.guard = None
             # not every backend sends int16; as bf16 the bits travel as they are
             dist.broadcast(cast(Tensor, master.full) if master.remainder is None else master.remainder.view(BF16), src=0)

@@ -88,7 +88,8 @@ class MasterWeightPrecision(Precision):
         precision: one of the above.
         master: ``"split"`` keeps the 16 bits that a bf16 parameter lacks of its fp32 master; ``"copy"`` keeps a full fp32
             copy, which costs 2 bytes per parameter more and makes the optimizer step somewhat faster. fp16 parameters have a
-            full copy in any case; those that are frozen stay fp32 until they first have a gradient.
+            full copy in any case; those that are not trained (frozen, or in an evaluation) stay as they are until they have a
+            gradient.
         fp32_modules: which modules keep fp32 parameters: module classes, or patterns (``fnmatch``) for the qualified names of
             modules or parameters, or for the names of module classes. ``"norm"`` stands for the normalisation layers and for
             weights that are computed by parametrizations. The list replaces the default; ``()`` casts everything.
@@ -185,7 +186,7 @@ class MasterWeightPrecision(Precision):
         self.skip_nonfinite = skip_nonfinite
         self.max_consecutive_skips = max_consecutive_skips
         self._requested = precision
-        self._initial_loss_scale = None if loss_scale is None else make_loss_scale(loss_scale)
+        self._initial_loss_scale = None if loss_scale is None else _make_loss_scale(loss_scale)
         self._scaling = self._new_scaling()  # not part of a run: scale and counts can be read and saved when it is over
         self._reset()
 
@@ -204,9 +205,9 @@ class MasterWeightPrecision(Precision):
         self._without_master: set[int] = set()  # parameters that are to have none, by id
         self._device_type = "cpu"
         self._steppers: dict[int, BucketedStep | CoupledStep] = {}
-        self._frozen: dict[int, tuple[str, Any]] = {}  # fp32 parameters that get an fp16 one with their first gradient, by id
+        self._frozen: dict[int, Any] = {}  # parameters that become fp16, and get a master, with their first gradient; by id
         self._handles: list[RemovableHandle | AverageInFp32 | StepwiseSchedulers] = []
-        self._is_ddp = False
+        self._alone: list[Any] = []  # 16-bit parameters whose gradients DistributedDataParallel does not reduce
         self._window_is_open = False  # gradients of a backward wait for their step
         self._reducer: Fp32Reducer | None = None
         self._backends_before: list[tuple[Any, str, Any]] = []
@@ -278,12 +279,14 @@ class MasterWeightPrecision(Precision):
         self._masters = Masters(self.master, dtype)
         for name, param in parameters_to_cast(module, self.fp32_modules, dtype):
             # without a remainder, an fp32 copy beside a parameter that nothing updates would only cost memory
-            if dtype == FP16 and not param.requires_grad and param.dtype == torch.float32 and self.autocast:
-                self._frozen[id(param)] = (name, param)
+            is_updated = param.requires_grad and (self._trainer is None or self._is_fitting)
+            if dtype == FP16 and not is_updated and self.autocast:
+                self._frozen[id(param)] = param
+                param.grad_dtype = None  # for an unscaled gradient of a 16-bit parameter
             else:
                 self._masters.adopt(param, name)
         if self._frozen:
-            log.info("%d frozen parameters stay fp32 until they have a gradient.", len(self._frozen))
+            log.info("%d parameters that are not trained keep their dtype until they have a gradient.", len(self._frozen))
         self._without_master = {id(param) for param in module.parameters() if self._masters.get(param) is None}
         self._handles += attach_state_dict_hooks(module, self._masters)
         self._report_infinite()
@@ -306,17 +309,15 @@ class MasterWeightPrecision(Precision):
         """Make the optimizers ready for fp32 masters; called once the module is on its device."""
         if len(self._masters):
             self._masters.to_device()
+            self._alone = [master.param for master in self._masters]
             if isinstance(self._trainer and self._trainer.strategy, DDPStrategy):
-                self._masters.broadcast()  # the parameters were, by then
+                self._connect_ddp(model)
             for optimizer in optimizers:
                 self._stepper(optimizer)
             # a scheduler of the user's runs between steps, too
             self._masters.guarding |= any(
                 not type(config.scheduler).__module__.startswith("torch.") for config in lr_schedulers
             )
-            self._is_ddp = isinstance(model, DistributedDataParallel)
-            if isinstance(model, DistributedDataParallel):
-                self._connect_ddp(model)
         self._connect_scaling(optimizers, lr_schedulers)
         return model, optimizers, lr_schedulers
 
@@ -329,7 +330,15 @@ class MasterWeightPrecision(Precision):
         if self._scaling.checks and stepwise and isinstance(module, pl.LightningModule):
             self._handles.append(StepwiseSchedulers(module, stepwise, lambda: self._scaling.last_step_skipped))
 
-    def _connect_ddp(self, model: DistributedDataParallel) -> None:
+    def _connect_ddp(self, model: Module) -> None:
+        module = cast(Module, self._module)
+        ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        shared = [param for name, param in module.named_parameters() if name not in ignored]
+        self._masters.broadcast(shared)  # as was done with the parameters by now
+        if not isinstance(model, DistributedDataParallel):
+            return
+        shared_ids = set(map(id, shared))
+        self._alone = [param for param in self._alone if id(param) not in shared_ids]
         if self.reduce_dtype != "fp32":
             return
         strategy = self._trainer.strategy
@@ -344,7 +353,7 @@ class MasterWeightPrecision(Precision):
                 " the hook out for fp32, or set reduce_dtype='parameter' to hide this warning."
             )
             return
-        self._reducer = Fp32Reducer(model, [master.param for master in self._masters])
+        self._reducer = Fp32Reducer(model, [master.param for master in self._masters if id(master.param) in shared_ids])
 
     def _stepper(self, optimizer: Optimizer) -> BucketedStep | CoupledStep:
         """The object that steps this optimizer on masters; made when the optimizer is seen first."""
@@ -440,13 +449,12 @@ class MasterWeightPrecision(Precision):
         """Scale the loss, run backward, with gradients that are there already accumulated in fp32, and unscale."""
         self._window_is_open = True
         self._masters.drop_guards()  # in manual optimization there may have been a step since forward began
-        if self._reducer is None and not self._is_ddp:
-            accumulate_in_fp32(master.param for master in self._masters)
+        accumulate_in_fp32(self._alone)
         scaled = self._scaling.before_backward(tensor)
         if self._reducer is not None:
             self._reducer.before_backward()
         super().backward(scaled, model, optimizer, *args, **kwargs)
-        if self._reducer is not None or (self._is_ddp and self._scaling.checks):
+        if self._reducer is not None or self._scaling.checks:
             self._reduce_static_graph(model)
         if self._reducer is not None:
             self._reducer.after_backward()
@@ -459,7 +467,9 @@ class MasterWeightPrecision(Precision):
         averages to be in place when user code reads or clips gradients.
         """
         strategy = self._trainer.strategy
-        if model.automatic_optimization or not strategy.model.static_graph or strategy._pl_static_graph_delay_done:
+        if model.automatic_optimization or not getattr(strategy.model, "static_graph", False):
+            return
+        if strategy._pl_static_graph_delay_done:
             return
         strategy.model.reducer._delay_all_reduce()
         strategy._pl_static_graph_delay_done = True
@@ -504,6 +514,8 @@ class MasterWeightPrecision(Precision):
     ) -> Any:
         result = closure()
         if not self._scaling.may_step(optimizer):
+            self._masters.settle()  # between steps from now on
+            self._masters.end_step()
             return result
         self._after_closure(model, optimizer)
         if self.has_masters:
@@ -622,7 +634,7 @@ class MasterWeightPrecision(Precision):
 
     @loss_scale.setter
     def loss_scale(self, value: LossScale | float | str) -> None:
-        scale = make_loss_scale(value)
+        scale = _make_loss_scale(value)
         if self._module is None:
             self._initial_loss_scale = scale
             self._scaling = self._new_scaling()
@@ -729,6 +741,8 @@ class MasterWeightPrecision(Precision):
     def _restore_module(self) -> None:
         for handle in self._handles:
             handle.remove()
+        for param in self._frozen.values():
+            param.grad_dtype = param.dtype
         last_full_copies = self._masters.full_copies
         self._masters.release()
         self._scaling.release()
@@ -750,6 +764,13 @@ def check_optimizer(optimizer: Optimizer) -> None:
             f"{type(optimizer).__qualname__} keeps its parameters in shards, on which masters cannot stand in. Use a plain"
             " torch optimizer, or precision 'bf16-mixed'."
         )
+
+
+def _make_loss_scale(value: LossScale | float | str) -> LossScale:
+    try:
+        return make_loss_scale(value)
+    except ValueError as error:
+        raise ValueError(f"loss_scale={value!r}: {error}") from error
 
 
 def _check_choice(name: str, value: object, legal: tuple[str, ...]) -> None:

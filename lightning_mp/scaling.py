@@ -12,8 +12,8 @@ The same pass finds the largest magnitude. Before the first optimizer step of a 
 once, the only device-to-host sync of a step:
 
 ======================  =====================================================================================================
-largest magnitude       over the gradients that the round made afresh; sums over micro-batches do not count, as fp16 has only to
-                        hold the terms
+largest magnitude       over the gradients of the round's first backward, and others that are made afresh later; sums over
+                        micro-batches do not count, as fp16 has only to hold the terms
 overflow                whether any gradient became infinite or NaN
 non-finite loss         whether any loss was infinite or NaN before it was scaled: no matter of scaling
 ======================  =====================================================================================================
@@ -25,6 +25,7 @@ at, to find out which optimizers are concerned, and where it began.
 from __future__ import annotations
 
 import math
+import weakref
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -54,7 +55,19 @@ class Measured:
     amax: float | None  # largest unscaled magnitude; None if it is not known
     overflow: bool
     loss_is_finite: bool
-    has_old_overflow: bool  # an optimizer has not stepped since, or cleared its gradients
+
+
+class _Mark:
+    """Recognises a gradient, as long as nobody writes to it or replaces it, without keeping it alive."""
+
+    __slots__ = ("_grad", "_version")
+
+    def __init__(self, grad: Tensor) -> None:
+        self._grad = weakref.ref(grad)
+        self._version = grad._version
+
+    def fits(self, grad: Tensor) -> bool:
+        return self._grad() is grad and self._version == grad._version
 
 
 @dataclass
@@ -62,10 +75,9 @@ class _Round:
     fresh: list[Tensor] = field(default_factory=list)  # largest unscaled magnitudes, 0-dim
     sums: list[Tensor] = field(default_factory=list)  # the same, of gradients that were added to
     losses: list[Tensor] = field(default_factory=list)  # 0-dim bool: whether each is finite
-    params: set[int] = field(default_factory=set)  # whose gradients are measured, by id
+    measured_grads: dict[int, _Mark] = field(default_factory=dict)  # by the parameter's id
     measured: Measured | None = None  # once a step asked
     has_stepped: bool = False
-    was_searched: bool = False  # for the gradients that overflowed
 
 
 class LossScaling:
@@ -99,6 +111,7 @@ class LossScaling:
         self._scale = scale
         self._max_consecutive_skips = max_consecutive_skips
         self._consecutive_skips: dict[int, int] = {}  # by the optimizer's position
+        self._overflowed_at_floor: set[int] = set()  # positions, since the last applied step
         self._history: deque[float] = deque(maxlen=12)
         self._fp16_loss_reported = False
         self._round = _Round()
@@ -199,14 +212,15 @@ class LossScaling:
         """Unscale and measure every gradient. No device-to-host sync."""
         if not self.checks:
             return
+        is_first = len(self._round.losses) == 1  # what is there from before it is zero, as a rule
         fresh, sums, known = [], [], []
         for key, (_, param) in self._named.items():
             if param.grad is None:
                 continue
-            if key not in self._had_gradient:
-                fresh.append(param)
-            elif key in self._overflowed:
+            if key in self._overflowed:
                 known.append(param)
+            elif is_first or key not in self._had_gradient:
+                fresh.append(param)
             else:
                 sums.append(param)
         found: list[Tensor] = []  # of those that are known, and are not to count again
@@ -214,7 +228,7 @@ class LossScaling:
             amax = unscale_(params, self.gradient_scale, widen=self.is_fp16 or self.is_active)
             if amax is not None:
                 amaxes.append(amax / self.gradient_scale)
-            self._round.params.update(map(id, params))
+            self._round.measured_grads.update((id(param), _Mark(param.grad)) for param in params)
 
     def _limit_for(self, loss: Tensor) -> None:
         if loss.dtype != torch.float16 or self._scale.scale <= MAX_SCALE_OF_FP16_LOSS:
@@ -232,7 +246,8 @@ class LossScaling:
     def may_step(self, optimizer: Optimizer) -> bool:
         """Decide whether an optimizer steps; a dropped step is counted here.
 
-        One device-to-host sync for each round; more on an overflow.
+        One device-to-host sync for each round, or for each optimizer where there are several ranks; more on an overflow, and if
+        gradients were written to since backward.
 
         Returns:
             False if the step is to be dropped. True also for an optimizer without any gradient.
@@ -245,20 +260,25 @@ class LossScaling:
         if not with_gradient and not _is_distributed():
             return True
         round_ = self._round
+        # a gradient may have been written to since it was measured, or never have been
+        marks = [(param.grad, round_.measured_grads.get(id(param))) for param in with_gradient]
+        is_measured = [mark is not None and mark.fits(grad) for grad, mark in marks]
+        is_sure = all(is_measured) and not self._overflowed
         if round_.measured is None:
-            round_.measured = self._measure()
+            round_.measured, is_sure = self._measure(is_sure)
+        else:
+            is_sure = not self._on_any_rank(not is_sure)
         round_.has_stepped = True
-        if not round_.measured.loss_is_finite:
-            self._skip(optimizer, round_.measured)
-            return False
-        is_covered = all(id(param) in round_.params for param in with_gradient)
-        if is_covered and not round_.measured.overflow and not round_.measured.has_old_overflow:
+        measured = round_.measured
+        if is_sure and not measured.overflow and measured.loss_is_finite:
             return True
         self._search()
-        overflowed = any(id(param) in self._overflowed for param in with_gradient)
-        if not _on_any_rank(overflowed, self._device):
+        overflowed = self._on_any_rank(any(id(param) in self._overflowed for param in with_gradient))
+        if not overflowed and not measured.loss_is_finite and not self._on_any_rank(bool(self._overflowed)):
+            overflowed = self._on_any_rank(any(is_measured))  # gradients that a non-finite loss made, finite as they are
+        if not overflowed:
             return True
-        self._skip(optimizer, round_.measured)
+        self._skip(optimizer, measured)
         return False
 
     def count_applied(self, optimizer: Optimizer) -> None:
@@ -267,24 +287,33 @@ class LossScaling:
         if any(param.grad is not None for param in _parameters(optimizer)):
             self.applied_steps += 1
             self._consecutive_skips[self._position(optimizer)] = 0
+            self._overflowed_at_floor.discard(self._position(optimizer))
 
-    def _measure(self) -> Measured:
-        """Read what the device knows of the round, on all ranks together. One device-to-host sync."""
+    def _measure(self, is_sure: bool) -> tuple[Measured, bool]:
+        """Read what the device knows of the round, and whether every rank is sure of it. One device-to-host sync."""
         round_, device = self._round, self._device
         fresh = [amax.to(device, torch.float32) for amax in round_.fresh]
         largest = torch.stack(fresh).max() if fresh else torch.zeros((), device=device)
         every = torch.stack([*fresh, *(amax.to(device, torch.float32) for amax in round_.sums), largest])
         overflow = ~torch.isfinite(every).all()
         bad_loss = ~torch.stack([finite.to(device) for finite in round_.losses] or [overflow.new_ones(())]).all()
-        old = torch.full_like(largest, float(bool(self._overflowed)))
-        values = torch.stack([largest.nan_to_num(0.0, 0.0, 0.0), overflow.float(), bad_loss.float(), old])
+        unsure = torch.full_like(largest, float(not is_sure))
+        values = torch.stack([largest.nan_to_num(0.0, 0.0, 0.0), overflow.float(), bad_loss.float(), unsure])
         if _is_distributed():
             dist.all_reduce(values, dist.ReduceOp.MAX)
-        amax, has_overflow, has_bad_loss, has_old_overflow = values.tolist()
+        amax, has_overflow, has_bad_loss, is_unsure = values.tolist()
         scaled = amax * self.gradient_scale
         self.headroom_bits = None if has_overflow or not scaled or not self.is_fp16 else math.log2(FP16_MAX / scaled)
         self._history.append(self.gradient_scale)
-        return Measured(amax or None, bool(has_overflow), not has_bad_loss, bool(has_old_overflow))
+        return Measured(amax or None, bool(has_overflow), not has_bad_loss), not is_unsure
+
+    def _on_any_rank(self, flag: bool) -> bool:
+        """Whether the flag is set on any rank. One device-to-host sync if there are several."""
+        if not _is_distributed():
+            return flag
+        value = torch.tensor(float(flag), device=self._device)
+        dist.all_reduce(value, dist.ReduceOp.MAX)
+        return bool(value.item())
 
     @property
     def _device(self) -> torch.device:
@@ -293,15 +322,15 @@ class LossScaling:
 
     def _search(self) -> None:
         """Find the gradients that are not finite. One device-to-host sync."""
-        if self._round.was_searched:
-            return
-        self._round.was_searched = True
         found = _nonfinite([param for _, param in self._named.values() if param.grad is not None])
         self._overflowed = set(map(id, found))
 
     def _overflowed_names(self) -> list[str]:
-        """In the order in which backward meets them: that of the module's parameters, reversed."""
-        return [name for key, (name, _) in reversed(self._named.items()) if key in self._overflowed]
+        """The names of those on any rank, in the order in which backward meets them: the module's, reversed."""
+        flags = torch.tensor([float(key in self._overflowed) for key in self._named], device=self._device)
+        if _is_distributed():
+            dist.all_reduce(flags, dist.ReduceOp.MAX)
+        return [name for (name, _), flag in reversed(list(zip(self._named.values(), flags.tolist(), strict=True))) if flag]
 
     def _position(self, optimizer: Optimizer) -> int:
         return next((i for i, known in enumerate(self._optimizers) if known is optimizer), len(self._optimizers))
@@ -314,7 +343,6 @@ class LossScaling:
         self.skipped_steps += 1
         # torch then knows that a step was asked for, and does not warn that a scheduler was first
         optimizer._opt_called = True  # type: ignore[attr-defined]
-        self._search()
         names = self._overflowed_names()
         if not measured.loss_is_finite:
             self.nonfinite_losses += 1
@@ -322,8 +350,11 @@ class LossScaling:
         else:
             self.last_overflow = names[0] if names else None
             reason = f"gradients overflowed{f' (first in {names[0]})' if names else ''}"
-        at_floor = measured.loss_is_finite and in_row > 1 and self._scale.is_at_floor
-        if at_floor or in_row >= self._max_consecutive_skips:
+        at_floor = measured.loss_is_finite and self._scale.is_at_floor
+        is_stuck = at_floor and position in self._overflowed_at_floor
+        if at_floor:
+            self._overflowed_at_floor.add(position)
+        if is_stuck or in_row >= self._max_consecutive_skips:
             raise FloatingPointError(self._why_it_stops(names, measured, in_row))
         if in_row & (in_row - 1) == 0:  # the first, second, fourth, ... in a row
             say = rank_zero_warn if in_row >= 8 else rank_zero_info
@@ -355,7 +386,12 @@ class LossScaling:
     # --- checkpoints -------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain containers and numbers: ``loss_scale`` (the scaler's state), the counts, and ``consecutive_skips``."""
+        """Plain containers, numbers and strings.
+
+        Keys: ``loss_scale`` (the scaler's state), ``applied_steps``, ``skipped_steps``, ``nonfinite_losses``,
+        ``last_step_skipped``, ``last_overflow``, and by the optimizer's position ``consecutive_skips`` and
+        ``overflowed_at_floor`` (the positions of those whose last skipped steps include such an overflow).
+        """
         in_row = self._consecutive_skips
         return {
             "loss_scale": self.scale.state_dict(),
@@ -364,23 +400,24 @@ class LossScaling:
             "nonfinite_losses": self.nonfinite_losses,
             "last_step_skipped": self.last_step_skipped,
             "last_overflow": self.last_overflow,
+            "overflowed_at_floor": sorted(self._overflowed_at_floor),
             "consecutive_skips": [in_row.get(position, 0) for position in range(max(in_row, default=-1) + 1)],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what :meth:`state_dict` gave; what is missing starts afresh, and is named in the log."""
         defaults: dict[str, Any] = {"applied_steps": 0, "skipped_steps": 0, "nonfinite_losses": 0, "last_step_skipped": False}
-        defaults |= {"last_overflow": None, "consecutive_skips": []}
+        defaults |= {"last_overflow": None, "consecutive_skips": [], "overflowed_at_floor": []}
         missing = [key for key in ("loss_scale", *defaults) if key not in state]
         if missing:
             rank_zero_info(f"The checkpoint has no {', '.join(missing)} of loss scaling; they start afresh.")
         for key, default in defaults.items():
-            if key != "consecutive_skips":
+            if key not in ("consecutive_skips", "overflowed_at_floor"):
                 setattr(self, key, state.get(key, default))
         self._consecutive_skips = dict(enumerate(state.get("consecutive_skips", [])))
+        self._overflowed_at_floor = set(state.get("overflowed_at_floor", []))
         saved = state.get("loss_scale")
-        # a run without a scale has nothing to hand over
-        if saved is not None and self.is_active and saved.get("kind") != "none":
+        if saved is not None and self.is_active:
             self.scale = self._scale.load_state_dict(saved)
 
 
@@ -400,11 +437,3 @@ def _nonfinite(params: list[Any]) -> list[Any]:
 
 def _is_distributed() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-
-
-def _on_any_rank(flag: bool, device: torch.device) -> bool:
-    if not _is_distributed():
-        return flag
-    value = torch.tensor(float(flag), device=device)
-    dist.all_reduce(value, dist.ReduceOp.MAX)
-    return bool(value.item())

@@ -1,0 +1,495 @@
+"""Sample where gradients and weight updates lie, against what the formats can hold.
+
+Two losses of 16-bit training cannot be seen in a loss curve until it is too late. *Gradients* smaller than fp16's smallest
+normal number, 2^-14 after loss scaling, lose bits, and below 2^-25 they are zero. *Updates* smaller than half the spacing of a
+parameter's format at its value vanish when they are added to it: 1.0 + 0.001 is 1.0 in bf16. Loss scaling cures the first, fp32
+masters the second, and the numbers here say how much there was to cure.
+
+Gradients are read in ``on_before_optimizer_step``, where they are true (unscaled) and not clipped yet. Masters are read there
+and again at the end of the batch; the difference is the update, and what the parameter's own format would have made of it is
+decided as rounding would.
+
+**Gradients that fp16 has flushed to zero** are not there to be seen when the gradient arrives, and true zeros (dead units,
+embedding rows that were not looked up) look like them. Rounding keeps the sign, though: flushed values arrive as negative
+zeros half of the time, sums of nothing never. :func:`lightning_mp.numerics.formats.flushed_count` estimates them from that and
+says where the estimate falls short: it is a lower bound for biases, for embeddings, and under accumulation.
+
+**Cost.** Steps that are not sampled cost nothing: no tensor operation, no copy. A sampled step reads the whole gradient twice,
+for its norm and its largest magnitude; all else looks at no more than ``max_elements`` elements of each parameter, evenly
+spread, weighted by how many they stand for. Until the end of the batch it holds 8 bytes for each of these, and for a moment
+one fp32 copy of one parameter. It makes one device-to-host sync, and a second to read the scale of a stock ``GradScaler``;
+coalescing a sparse gradient is another on CUDA.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from lightning_mp.callbacks.loss_scale import grad_scaler
+from lightning_mp.callbacks.publish import log_histogram, publish
+from lightning_mp.numerics.formats import (
+    BF16,
+    FP16,
+    FP32,
+    HIGHEST_EXPONENT,
+    LOWEST_EXPONENT,
+    FloatFormat,
+    exponent_histogram,
+    flushed_count,
+    format_of,
+    lost,
+    nears_overflow,
+    nonzero,
+    underflows,
+)
+
+PREFIX = "gradients"
+#: W&B draws 32 bins, so more values than this add nothing.
+HISTOGRAM_VALUES = 4096
+
+
+@dataclass(frozen=True, eq=False)
+class ExponentHistogram:
+    """How the magnitudes of the gradient elements of one step are spread over the powers of two.
+
+    To draw it: ``plt.stairs(histogram.counts, histogram.edges)``.
+
+    Attributes:
+        step: ``trainer.global_step`` after the step.
+        counts: fp64 array of shape ``(277,)``; ``counts[i]`` elements, estimated from the sample, have a magnitude from
+            ``2^edges[i]`` up to ``2^edges[i+1]``. Unscaled; zeros, infinities and NaNs are in none.
+        edges: fp64 array of shape ``(278,)``, log2 of magnitudes: -149 to 128.
+        flushed: elements that fp16 has flushed to zero, estimated; they belong to the left of the histogram.
+        scale: the loss scale of the step. Scaled gradients lie ``log2(scale)`` further right.
+    """
+
+    step: int
+    counts: np.ndarray[Any, np.dtype[np.float64]]
+    edges: np.ndarray[Any, np.dtype[np.float64]]
+    flushed: float
+    scale: float
+
+    def values(self, limit: int = HISTOGRAM_VALUES) -> np.ndarray[Any, np.dtype[np.float64]]:
+        """About ``limit`` values of log2 that are spread as the counts are, evenly within each bin; rare bins have one.
+
+        For loggers that make a histogram from values. Empty if there are no counts.
+        """
+        total = self.counts.sum()
+        repeats = (np.ceil(self.counts * (limit / total)) if total else np.zeros_like(self.counts)).astype(np.int64)
+        first = np.repeat(np.cumsum(repeats) - repeats, repeats)
+        within = (np.arange(len(first)) - first + 0.5) / np.repeat(repeats, repeats)
+        return np.repeat(self.edges[:-1], repeats) + within
+
+
+class GradientRangeMonitor(Callback):
+    """Samples the range of gradients and the updates that 16-bit weights would have lost.
+
+    ==============================================  =====================================================================
+    key                                             meaning
+    ==============================================  =====================================================================
+    ``gradients/norm``                              2-norm of the whole gradient, in fp32, before clipping
+    ``gradients/underflow_fraction``                elements that are zero or subnormal in fp16 at the present loss scale;
+                                                    under bf16 and fp32, that would be in fp16 at scale 1
+    ``gradients/underflow_fraction_fp16_unscaled``  the same in fp16 without a loss scale
+    ``gradients/underflow_fraction_bf16``           the same in bf16
+    ``gradients/near_overflow_fraction``            elements that, scaled, are within ``near_overflow_bits`` of 65504
+    ``gradients/updates_lost_fraction``             updates that the parameter's own format would have lost
+    ``gradients/stalled_parameters``                parameters that stand still: see ``stalled``
+    ==============================================  =====================================================================
+
+    Fractions are of the elements that are not true zeros: nonzero ones, and zeros that are estimated to have been flushed by
+    fp16. (For updates: of the nonzero ones.) A value that is unknown is not logged. That is so for the fractions of a gradient
+    that is all zeros, for the first and fifth row of the fractions if the compute format is not fp16, bf16 or fp32, and for
+    updates of 16-bit parameters without masters, as there what was lost is not there to be seen.
+
+    ``updates_lost_fraction`` is measured on masters: an update is lost if rounding (to nearest, ties to even) ``parameter +
+    update`` to the parameter's format would give the parameter again. The format is that of the parameter's dtype: bf16 or
+    fp16 under a ``*-master`` precision. A parameter that is fp32 is its own master, has fp32's format, and loses nothing that
+    could be seen.
+
+    Every sample is in ``trainer.callback_metrics`` and in all loggers, whatever ``log_every_n_steps`` is. Weights & Biases also
+    gets ``gradients/exponents``, a histogram of log2 of the magnitudes.
+
+    A step is the end of a batch in which an optimizer stepped. Several optimizers that step in one batch (manual optimization)
+    make one sample: each parameter counts once, with the gradient of the first step that it took part in, and with its update
+    over the rest of the batch. A skipped step is no sample; the next one that is applied takes its place. Under DDP every rank
+    computes the same values, without collectives. With sharded parameters (FSDP, DeepSpeed) it says so once and does nothing.
+
+    Args:
+        every_n_steps: sample the first step of a fit, and every n-th from there.
+        max_elements: the most elements of each parameter that are looked at, for all but ``norm``.
+        near_overflow_bits: how many powers of two below 65504 is near.
+        stall_fraction: a parameter is stalled if this fraction of its nonzero updates would be lost.
+
+    Attributes:
+        exponents: the :class:`ExponentHistogram` of the last sample, or None.
+        stalled: names of the parameters that were stalled at the last sample: at least ``stall_fraction`` of their nonzero
+            updates would be lost in the parameter's own format, or their whole gradient is zero. A change is logged.
+
+    Raises:
+        ValueError: an argument is out of range.
+
+    Example:
+        >>> from lightning_mp import GradientRangeMonitor, Trainer
+        >>> trainer = Trainer(
+        ...     precision_plugin="bf16-master", callbacks=[GradientRangeMonitor(every_n_steps=50)], accelerator="cpu",
+        ...     logger=False, enable_checkpointing=False,
+        ... )
+    """
+
+    def __init__(
+        self,
+        every_n_steps: int = 100,
+        *,
+        max_elements: int = 2**14,
+        near_overflow_bits: float = 1.0,
+        stall_fraction: float = 0.99,
+    ) -> None:
+        for name, count in (("every_n_steps", every_n_steps), ("max_elements", max_elements)):
+            if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+                raise ValueError(f"{name}={count!r} must be a whole number, 1 or more.")
+        if not _is_number(near_overflow_bits) or not 0 <= near_overflow_bits < math.inf:
+            raise ValueError(f"near_overflow_bits={near_overflow_bits!r} must be a number of bits, 0 or more.")
+        if not _is_number(stall_fraction) or not 0 < stall_fraction <= 1:
+            raise ValueError(f"stall_fraction={stall_fraction!r} must be a fraction above 0, at most 1.")
+        self.every_n_steps = every_n_steps
+        self.max_elements = max_elements
+        self.near_overflow_bits = near_overflow_bits
+        self.stall_fraction = stall_fraction
+        self._reset()
+
+    def _reset(self) -> None:
+        self.exponents: ExponentHistogram | None = None
+        self.stalled: tuple[str, ...] = ()
+        self._is_off = False
+        self._has_stepped = False  # in this batch
+        self._steps = 0
+        self._pending: list[_StepSample] = []
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start afresh; refuse strategies that shard parameters."""
+        self._reset()
+        self._is_off = isinstance(trainer.strategy, (FSDPStrategy, ModelParallelStrategy, DeepSpeedStrategy))
+        if self._is_off:
+            rank_zero_info(
+                f"GradientRangeMonitor does nothing under {type(trainer.strategy).__name__}, which shards parameters and"
+                " gradients over ranks. It works on one device and with DDP."
+            )
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        """If the step is to be sampled, measure its gradients and keep the sampled elements of the masters."""
+        if self._is_off:
+            return
+        self._has_stepped = True
+        if self._steps % self.every_n_steps:
+            return
+        if self._pending and self._pending[-1].optimizer == _identity(optimizer):
+            return  # again in this batch, or the model is evaluated again inside the step (LBFGS): the first one counts
+        plugin = trainer.precision_plugin
+        self._drop_skipped(plugin)
+        seen = {id(item.param) for step in self._pending for item in step.items}
+        step = self._open(plugin, optimizer)
+        held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        with torch.no_grad():
+            for name, param in pl_module.named_parameters():  # tied ones come once
+                if id(param) in held and id(param) not in seen and param.grad is not None and param.numel():
+                    step.items.append(self._measure(plugin, step, name, param))
+        self._pending.append(step)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Measure the updates and publish the sample. One device-to-host sync if a sample was taken, else nothing."""
+        if not self._has_stepped:
+            return  # still accumulating, or the step was skipped
+        self._has_stepped = False
+        if self._steps % self.every_n_steps:
+            self._steps += 1
+            return
+        plugin = trainer.precision_plugin
+        self._drop_skipped(plugin)
+        steps, self._pending = self._pending, []
+        with torch.no_grad():
+            for step in steps:
+                for item in step.items:
+                    self._measure_update(plugin, item)
+            read = _read(steps)
+        if grad_scaler(plugin) is not None:
+            # it calls the hook for steps that it skips, too
+            read = [step for step in read if all(math.isfinite(row.measured["largest"]) for row in step.rows)]
+        if not any(step.rows for step in read):
+            return  # nothing was applied: the next step is sampled in its place
+        self._steps += 1
+        self._publish(trainer, read)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Let go of all tensors."""
+        self._pending = []
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Let go of all tensors."""
+        self._pending = []
+
+    def _open(self, plugin: Any, optimizer: Optimizer) -> _StepSample:
+        scaler = grad_scaler(plugin)
+        return _StepSample(
+            optimizer=_identity(optimizer),
+            applied_before=getattr(plugin, "applied_steps", None),
+            scale=float(scaler.get_scale()) if scaler is not None else float(getattr(plugin, "gradient_scale", 1.0)),
+            compute=compute_format(str(plugin.precision)),
+        )
+
+    def _drop_skipped(self, plugin: Any) -> None:
+        """Drop the last pending sample if its step, which is over, was skipped after all (by clipping, say)."""
+        before = self._pending[-1].applied_before if self._pending else None
+        if before is not None and plugin.applied_steps == before:
+            self._pending.pop()
+
+    def _measure(self, plugin: Any, step: _StepSample, name: str, param: Parameter) -> _Item:
+        gradient = _real_values(param.grad)  # type: ignore[arg-type]  # the caller has looked
+        sample = _sample(gradient, self.max_elements)
+        item = _Item(
+            name,
+            param,
+            weight=gradient.numel() / max(sample.numel(), 1),
+            sizes=_sizes(gradient),
+            counts=_gradient_counts(sample, step, self.near_overflow_bits),
+            histogram=exponent_histogram(sample),
+        )
+        master = _master(plugin, name, param)
+        if master is not None:
+            item.master = _sample(master, self.max_elements, like=param).clone()  # the clone lets go of the rest of a copy
+            item.value = _sample(param.detach(), self.max_elements).clone()
+        return item
+
+    def _measure_update(self, plugin: Any, item: _Item) -> None:
+        """Count the nonzero updates of the sampled elements, and those that the parameter's format would lose."""
+        fmt = format_of(item.param.dtype)
+        master = _master(plugin, item.name, item.param) if item.master is not None else None
+        if master is None or item.master is None or item.value is None or fmt is None:
+            return
+        update = _sample(master, self.max_elements, like=item.param) - item.master
+        changed = (update != 0) & update.isfinite()
+        item.updates = torch.stack([changed.sum(), lost(item.value, update, fmt).sum()])
+        item.master = item.value = None
+
+    def _publish(self, trainer: Trainer, steps: Sequence[_StepRows]) -> None:
+        rows = [row for step in steps for row in step.rows]
+        values = _values(rows, is_known=steps[-1].compute is not None)
+        stalled = tuple(row.name for row in rows if row.is_stalled(self.stall_fraction))
+        values["stalled_parameters"] = len(stalled)
+        publish(trainer, {f"{PREFIX}/{key}": value for key, value in values.items()})
+        self.exponents = ExponentHistogram(
+            step=trainer.global_step,
+            counts=np.sum([row.histogram * row.weight for row in rows], axis=0),
+            edges=np.arange(LOWEST_EXPONENT, HIGHEST_EXPONENT + 2, dtype=np.float64),
+            flushed=_total(rows, "flushed"),
+            scale=steps[-1].scale,
+        )
+        if self.exponents.counts.any():
+            log_histogram(trainer, f"{PREFIX}/exponents", self.exponents.values())
+        if stalled != self.stalled:
+            self.stalled = stalled
+            rank_zero_info(_stall_message(stalled, trainer.global_step, self.stall_fraction))
+
+
+# --- one sample ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Item:
+    """What was measured of one parameter, still on its device."""
+
+    name: str
+    param: Parameter
+    weight: float  # elements that one of the sample stands for
+    sizes: Tensor  # (2,)
+    counts: Tensor  # (6,)
+    histogram: Tensor  # (277,)
+    updates: Tensor | None = None  # (2,)
+    master: Tensor | None = None  # sampled elements before the step
+    value: Tensor | None = None  # the same of the parameter
+
+
+@dataclass
+class _StepSample:
+    """One optimizer's step of a batch that is sampled."""
+
+    optimizer: int
+    applied_before: int | None  # the plugin's count of applied steps; None if it has none
+    scale: float
+    compute: FloatFormat | None
+    items: list[_Item] = field(default_factory=list)
+
+
+#: What is measured of a parameter, in the order of its tensors.
+_SIZES = ("norm", "largest")
+_COUNTS = ("counted", "flushed", "small", "small_unscaled", "small_in_bf16", "near_overflow")
+_UPDATES = ("updates", "updates_lost")
+_MEASURED = (*_SIZES, *_COUNTS, *_UPDATES)
+
+
+@dataclass
+class _Row:
+    """What was measured of one parameter, on the host. Counts are of the sample."""
+
+    name: str
+    weight: float
+    measured: dict[str, float]
+    histogram: np.ndarray[Any, np.dtype[np.float64]]
+
+    def is_stalled(self, stall_fraction: float) -> bool:
+        updates, updates_lost = self.measured["updates"], self.measured["updates_lost"]
+        return self.measured["largest"] == 0 or (updates > 0 and updates_lost >= stall_fraction * updates)
+
+
+@dataclass
+class _StepRows:
+    scale: float
+    compute: FloatFormat | None
+    rows: list[_Row]
+
+
+def _sizes(gradient: Tensor) -> Tensor:
+    """2-norm and largest magnitude of all elements (``_SIZES``), as an fp32 tensor of shape ``(2,)``."""
+    if not gradient.numel():
+        return torch.zeros(2, device=gradient.device)
+    if gradient.dtype == torch.float64:
+        gradient = gradient.float()
+    norm = torch.linalg.vector_norm(gradient, dtype=torch.float32)
+    return torch.stack([norm, torch.linalg.vector_norm(gradient, ord=math.inf).float()])
+
+
+def _gradient_counts(sample: Tensor, step: _StepSample, near_overflow_bits: float) -> Tensor:
+    """Counts of the sample's elements, in the order of ``_COUNTS``, as a tensor of shape ``(6,)``."""
+    # bf16 and fp32 have range enough that their zeros are true
+    flushed = flushed_count(sample) if step.compute == FP16 else torch.zeros((), dtype=torch.int64, device=sample.device)
+    counts = [
+        nonzero(sample).sum() + flushed,
+        flushed,
+        underflows(sample, FP16, step.scale).sum() + flushed,
+        # what the scale could not save would have been lost without it
+        underflows(sample, FP16).sum() + flushed,
+        underflows(sample, BF16).sum(),
+        nears_overflow(sample, FP16, step.scale, near_overflow_bits).sum(),
+    ]
+    return torch.stack(counts)
+
+
+def _read(steps: Sequence[_StepSample]) -> list[_StepRows]:
+    """Bring everything to the host. One device-to-host sync."""
+    items = [item for step in steps for item in step.items]
+    if not items:
+        return []
+    device = items[0].counts.device
+    no_updates = torch.zeros(2, device=device)
+    parts = [
+        part.to(device, torch.float32)
+        for item in items
+        for part in (item.sizes, item.counts, no_updates if item.updates is None else item.updates, item.histogram)
+    ]
+    table = iter(torch.cat(parts).cpu().numpy().reshape(len(items), -1))
+    read = []
+    for step in steps:
+        rows = []
+        for item in step.items:
+            numbers = next(table)
+            measured = dict(zip(_MEASURED, numbers.tolist(), strict=False))  # the histogram follows
+            rows.append(_Row(item.name, item.weight, measured, numbers[len(_MEASURED) :].astype(np.float64)))
+        read.append(_StepRows(step.scale, step.compute, rows))
+    return read
+
+
+def _values(rows: Sequence[_Row], is_known: bool) -> dict[str, float]:
+    """The values to publish; those that are unknown are left out."""
+    values = {"norm": math.hypot(*(row.measured["norm"] for row in rows))}
+    counted, updates = _total(rows, "counted"), _total(rows, "updates")
+    if counted:
+        if is_known:
+            values["underflow_fraction"] = _total(rows, "small") / counted
+            values["near_overflow_fraction"] = _total(rows, "near_overflow") / counted
+        values["underflow_fraction_fp16_unscaled"] = _total(rows, "small_unscaled") / counted
+        values["underflow_fraction_bf16"] = _total(rows, "small_in_bf16") / counted
+    if updates:
+        values["updates_lost_fraction"] = _total(rows, "updates_lost") / updates
+    return values
+
+
+def _total(rows: Sequence[_Row], name: str) -> float:
+    return math.fsum(row.measured[name] * row.weight for row in rows)
+
+
+def _stall_message(stalled: Sequence[str], step: int, stall_fraction: float) -> str:
+    if not stalled:
+        return f"Step {step}: no parameter is stalled any more."
+    more = f" and {len(stalled) - 5} more" if len(stalled) > 5 else ""
+    return (
+        f"Step {step}: {len(stalled)} parameters are stalled: {', '.join(stalled[:5])}{more}. Their whole gradient is zero, or"
+        f" at least {stall_fraction:.0%} of their updates are too small for the parameter's own format; only fp32 masters keep"
+        " those."
+    )
+
+
+# --- what is read of plugin and parameter --------------------------------------------------------------------------------
+
+
+def compute_format(precision: str) -> FloatFormat | None:
+    """The format of matrix products under a precision by name, Lightning's or ours; None if it is not one of three."""
+    for prefix, fmt in (("16", FP16), ("bf16", BF16), ("32", FP32)):
+        if precision.startswith(prefix):
+            return fmt
+    return None
+
+
+def _master(plugin: Any, name: str, param: Parameter) -> Tensor | None:
+    """The fp32 master: a copy, or the parameter itself if that is fp32; None if there is no fp32 value."""
+    if param.dtype == torch.float32:
+        return param.detach()
+    masters = getattr(plugin, "masters", None)
+    if masters is None or not param.is_floating_point():
+        return None
+    master: Tensor | None = masters(names=[name]).get(name)
+    return master if master is not None and master.dtype == torch.float32 else None
+
+
+def _real_values(gradient: Tensor) -> Tensor:
+    """The gradient as a dense real tensor: the values of a sparse one, the real and imaginary parts of a complex one."""
+    gradient = gradient.detach()
+    if gradient.layout != torch.strided:
+        gradient = gradient.coalesce().values()
+    return torch.view_as_real(gradient) if gradient.is_complex() else gradient
+
+
+def _sample(tensor: Tensor, max_elements: int, like: Tensor | None = None) -> Tensor:
+    """At most ``max_elements`` elements, evenly spread, as a 1-D view if the tensor's memory has no gaps.
+
+    The same elements, in the same order, as are taken of ``like``.
+    """
+    size = tensor.numel()
+    stride = max(1, -(-size // max_elements))
+    # a stride that shares a factor with the length of a row would see the same columns in each
+    while math.gcd(stride, size) != 1 and stride < size:
+        stride += 1
+    in_memory_order = sorted(range(tensor.dim()), key=(tensor if like is None else like).stride, reverse=True)
+    return tensor.permute(in_memory_order).reshape(-1)[::stride]
+
+
+def _identity(optimizer: Any) -> int:
+    """The same for Lightning's wrapper and for what it wraps."""
+    return id(getattr(optimizer, "optimizer", optimizer))
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
