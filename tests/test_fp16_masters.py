@@ -477,6 +477,33 @@ def test_frozen_parameters_that_were_16_bit_before_take_no_copy_and_keep_their_v
     assert module.extra_bytes <= 5 * 4 + 20 * 2
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, FP32])
+def test_a_frozen_base_of_any_dtype_can_be_unfrozen_skipped_trained_and_used_afterwards(dtype):
+    class Unfreezes(Backbone):
+        def training_step(self, batch, batch_idx):
+            number = self.current_epoch * 4 + batch_idx
+            self.backbone.requires_grad_(number >= 2)
+            loss = super().training_step(batch, batch_idx)
+            return loss * math.inf if number in (2, 3, 7) else loss
+
+    module = Unfreezes(MOMENTUM)
+    module.backbone.to(dtype)
+    initial = [value.float() for value in values(module)]
+    for epochs, applied in ((1, 2), (2, 5)):
+        again = copy.deepcopy(module)
+        again.gradients.clear()
+        plugin = fp16_master()
+        quiet_trainer(plugin, max_epochs=epochs).fit(again)
+        assert plugin.applied_steps == applied
+        for value, param in zip(fp32_run(initial, again.gradients, MOMENTUM), again.parameters(), strict=True):
+            assert same_bits(param.detach().float(), value)
+            assert param.grad is None or param.grad.dtype == param.dtype
+        again.zero_grad()
+        again.float()
+        nn.functional.mse_loss(again.layer(again.backbone(again.rows[0])), again.rows[1]).backward()
+        assert all(param.grad is not None and param.grad.dtype == FP32 for param in again.parameters())
+
+
 def test_a_parameter_that_is_frozen_again_keeps_every_bit():
     class Refreezes(Backbone):
         def on_train_batch_start(self, batch, batch_idx):
@@ -886,6 +913,55 @@ def test_two_optimizers_on_one_backward_read_once(precision):
     reads, _ = reads_in_a_fit(plugin, Two())
     assert plugin.applied_steps == 16
     assert [name for name in reads if name != "numpy"] == ["tolist"] * 8
+
+
+@pytest.mark.parametrize("clip", ["lightning", "torch", "none"])
+@both_fp16
+def test_a_step_of_manual_optimization_reads_once_clipped_or_not(precision, clip):
+    class Clips(CostNet):
+        def __init__(self):
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch, batch_idx):
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(super().training_step(batch, batch_idx))
+            if clip == "lightning":
+                self.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
+            elif clip == "torch":
+                nn.utils.clip_grad_norm_(self.parameters(), 0.1)
+            optimizer.step()
+
+    plugin = MasterWeightPrecision(precision, loss_scale=LOW_SCALE)
+    reads, dispatched = reads_in_a_fit(plugin, Clips())
+    assert plugin.applied_steps == 8
+    assert [name for name in reads if name != "numpy"] == ["tolist"] * 8
+    assert dispatched == []
+
+
+@both_fp16
+def test_a_scaled_gradient_in_a_hook_and_a_gradient_that_is_replaced_in_manual_optimization_are_checked(precision):
+    class Replaces(Manual):
+        def training_step(self, batch, batch_idx):
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(self.loss(batch))
+            if batch_idx == 1:
+                self.layer.weight.grad = torch.full_like(self.layer.weight.grad, math.inf)
+            if batch_idx == 2:
+                self.layer.weight.grad.mul_(math.nan)
+            if batch_idx == 3:
+                self.layer.weight.grad = torch.ones_like(self.layer.weight, dtype=FP32)
+            optimizer.step()
+
+    module = Replaces()
+    initial = values(module)
+    plugin = MasterWeightPrecision(precision, loss_scale=LOW_SCALE)
+    quiet_trainer(plugin).fit(module)
+    assert (plugin.applied_steps, plugin.skipped_steps) == (2, 2)
+    assert same_bits(module.gradients[1][0], torch.ones(1, 4))
+    assert_replays(module, initial)
 
 
 def test_a_read_in_the_step_would_be_counted():

@@ -14,17 +14,18 @@ Method. With ``a`` the largest unscaled gradient magnitude of a step (amax), the
 A window holds ``log2(a)`` of the last healthy steps; ``Q`` is its upper ``1 - overflow_probability`` quantile::
 
     k     = floor(overflow_probability * n) + 1              n samples in the window
-    Q     = max(the k-th largest of the window, b)           b: see "An overflow"
+    f     = 2 (1 - log n / log window)                       few samples hide the largest; 0 for a full window
+    Q     = max(the k-th largest of the window + f, b)       b: see "An overflow"
     scale = 2 ^ floor(log2(65504) - margin - Q)
 
-Worked number: gradients of at most 0.004 over the window give Q = log2(0.004) = -7.97. With a margin of 0.25 bits the
+Worked number: gradients of at most 0.004 over a full window give Q = log2(0.004) = -7.97. With a margin of 0.25 bits the
 exponent is floor(16.00 - 0.25 + 7.97) = 23, so the scale is 2^23, and the largest scaled gradient 33554, within a bit of
 65504.
 
 *A healthy step* moves the scale to the formula's value at once if that is lower, and by at most ``growth_bits`` towards it if
-that is higher, as the first estimates rest on few samples. Only the first of all goes there in one leap: any size that was seen
-is a better guess than ``init_scale``. A healthy step proves that no fp16 gradient exceeded 65504 / scale, so a
-larger ``a`` (of gradients that were formed in fp32) enters as 65504 / scale: one outlier costs a bit or two, not the scale.
+that is higher. Only the first of all goes there in one leap: any size that was seen is a better guess than ``init_scale``. A
+healthy step proves that no fp16 gradient exceeded 65504 / scale, so a larger ``a`` (of gradients that were formed in fp32)
+enters as 65504 / scale: one outlier costs a bit or two, not the scale.
 An ``a`` that is 0, absent or not finite has no logarithm and says nothing: the state stays as it is.
 
 *An overflow* lowers the scale at once: by 1 bit, and if the next step overflows too by 2, 4, 8, 8, ... bits, so a jump of
@@ -73,6 +74,7 @@ FP32_SMALLEST_NORMAL = 2.0**-126
 
 MARGIN_STEP_BITS = 0.5  # what a run of overflows adds to the margin
 MARGIN_RANGE_BITS = 12.0  # of fp16's 40 binades; more would be learned only from NaN that no scale cures
+FEW_SAMPLES_BITS = 2.0  # added to a quantile of one sample
 CENSORED_STEPS = 32  # healthy steps for which an overflow bounds the scale
 FASTEST_BACKOFF_BITS = 8
 
@@ -438,9 +440,13 @@ class AdaptiveLossScale(_BoundedLossScale):
         """Log2 of the largest unscaled gradient that fp16 holds at the present scale."""
         return LOG2_FP16_MAX - math.log2(self.scale)
 
+    def _bits_for_few(self, samples: int) -> float:
+        return FEW_SAMPLES_BITS * (1.0 - math.log(samples) / math.log(self.window)) if self.window > 1 else 0.0
+
     def _upper_quantile(self, window: tuple[float, ...]) -> float:
         above = int(self.overflow_probability * len(window))
-        return sorted(window)[-1 - above] if above else max(window)
+        largest = sorted(window)[-1 - above] if above else max(window)
+        return largest + self._bits_for_few(len(window))
 
     def _towards(self, exponent: int, growth_bits: int) -> float:
         """2^exponent, within the limits and at most ``growth_bits`` above the present scale."""

@@ -203,6 +203,24 @@ class Private(Net):
         return super().loss(step, half) + factor * self.private(x).float().sum()
 
 
+class OnlyOne(Net):
+    """A layer that only rank 1 has, and that overflows there."""
+
+    overflows, nans = (), ()
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        if rank() == 1:
+            self.private = nn.Linear(4, 1)
+            self._ddp_params_and_buffers_to_ignore = ["private.weight", "private.bias"]
+
+    def loss(self, step: int, half: int) -> Tensor:
+        loss = super().loss(step, half)
+        if half == 1:
+            loss = loss + (2.0**60 if step == 1 else 1.0) * self.private(torch.ones(1, 4)).float().sum()
+        return loss
+
+
 class NoGradients(Net):
     """Manual optimization, in which every second step comes without a backward."""
 
@@ -290,6 +308,12 @@ def long_window(precision: str, option: str) -> dict[str, Any]:
 def private(precision: str, accumulate: int) -> dict[str, Any]:
     module = fit(Private(), 2, precision, accumulate_grad_batches=accumulate)
     return {**module.results(), "start": module.start}
+
+
+def only_one(precision: str) -> dict[str, Any]:
+    module = fit(OnlyOne(), 2, precision)
+    shared = [{name: value for name, value in step.items() if "private" not in name} for step in module.masters]
+    return {**module.results(), "masters": shared}
 
 
 def no_gradients(precision: str) -> dict[str, Any]:
@@ -390,6 +414,8 @@ def scenarios(folder: Path) -> dict[str, Callable[[], dict[str, Any]]]:
         found[f"without a scale {p}"] = lambda p=p: without_a_scale(p)
     for p in PRECISIONS:  # last, as these may end with the ranks apart
         found[f"hopeless {p}"] = lambda p=p: hopeless(p)
+    for p in PRECISIONS:
+        found[f"only one {p}"] = lambda p=p: only_one(p)
     return found
 
 

@@ -142,6 +142,17 @@ def test_an_overflow_of_a_parameter_that_only_one_rank_has_is_skipped_by_both(pr
 
 
 @both_fp16
+def test_a_layer_that_only_one_rank_has_may_overflow(precision, two_ranks):
+    first, second = two_ranks(f"only one {precision}")
+    assert not different(first["masters"], second["masters"])
+    assert first["notes"] == second["notes"]
+    assert first["state"] == second["state"]
+    assert first["notes"][-1][1:] == (worker.STEPS - 1, 1, 0)
+    assert not different(first["masters"][1], first["masters"][2])
+    assert "private" in second["last"][1]
+
+
+@both_fp16
 def test_ranks_whose_gradients_are_finite_name_the_parameter_that_overflowed_elsewhere(precision, two_ranks):
     first, second = two_ranks(f"private {precision} 1")
     assert first["last"][1] == second["last"][1]
