@@ -124,9 +124,19 @@ class Fp32Reducer:
 
 @torch.no_grad()
 def scale_(params: Iterable[Parameter], scale: float) -> None:
-    """Multiply gradients in place by ``scale``: exact for a power of two, if they are fp32."""
-    grads = [_elements(param.grad) for param in params if param.grad is not None]
-    if scale != 1.0 and grads:
+    """Multiply gradients by ``scale``, in place unless they have a graph: exact for a power of two, if they are fp32."""
+    if scale == 1.0:
+        return
+    grads = []
+    for param in params:
+        grad = param.grad
+        if grad is None:
+            continue
+        if grad.requires_grad:
+            param.grad = _multiplied(grad, scale, grad.dtype)
+        else:
+            grads.append(_elements(grad))
+    if grads:
         torch._foreach_mul_(grads, scale)
 
 
@@ -139,25 +149,33 @@ def unscale_(params: Iterable[Parameter], scale: float, widen: bool) -> Tensor |
     Args:
         params: parameters; those without a gradient are passed over.
         scale: a power of two, so that the division is exact.
-        widen: replace 16-bit gradients by fp32 ones before they are divided; their parameters must have ``grad_dtype=None``.
-            Others are divided in place.
+        widen: replace 16-bit gradients by fp32 ones before they are divided. Others are divided in place, unless they have a
+            graph (``create_graph=True``).
 
     Returns:
         The largest magnitude before the division (0-dim, fp32), infinite or NaN if any element is, or None if there is no
         element. No device-to-host sync.
     """
     kinds: dict[tuple[bool, torch.dtype, bool], list[tuple[Parameter, Tensor]]] = {}
+    with_graph: list[tuple[Parameter, Tensor]] = []
     for param in params:
         grad = param.grad
         if grad is None:
             continue
+        if grad.dtype in LOW and (widen or grad.is_sparse) and param.grad_dtype is not None:
+            param.grad_dtype = None  # was frozen when masters were taken
         if grad.is_sparse:
             grad = param.grad = (grad.to(FP32) if grad.dtype in LOW else grad).coalesce()
-        if size := grad.numel():
+        if grad.requires_grad and grad.numel():
+            with_graph.append((param, grad))
+        elif size := grad._nnz() if grad.is_sparse else grad.numel():
             # what is put together loses its memory layout
             is_small = size < SMALL and not grad.is_sparse and grad.is_contiguous()
             kinds.setdefault((grad.is_cpu, grad.dtype, is_small), []).append((param, grad))
     extremes: list[Tensor] = []
+    for param, grad in with_graph:
+        extremes += _elements(grad.detach()).aminmax()
+        param.grad = _multiplied(grad, 1.0 / scale, FP32 if widen and grad.dtype in LOW else grad.dtype)
     for (is_cpu, dtype, is_small), pairs in kinds.items():
         if widen and dtype in LOW:
             unscale = _widen_on_accelerator_ if not is_cpu else _widen_together_ if is_small else _widen_each_
@@ -170,6 +188,11 @@ def unscale_(params: Iterable[Parameter], scale: float, widen: bool) -> Tensor |
     if any(extreme.dtype != first.dtype or extreme.device != first.device for extreme in extremes):
         extremes = [extreme.to(first.device, FP32) for extreme in extremes]
     return torch.stack(extremes).abs_().max().to(FP32)
+
+
+def _multiplied(grad: Tensor, factor: float, dtype: torch.dtype) -> Tensor:
+    with torch.enable_grad():
+        return grad.to(dtype) * factor
 
 
 def _elements(grad: Tensor) -> Tensor:
@@ -185,8 +208,7 @@ def _divide_each_(pairs: list[tuple[Parameter, Tensor]], inverse: float, extreme
         # in parts that stay in the processor's cache from the one pass to the other
         is_divided = elements.numel() >= 2 * CHUNK and elements.is_contiguous()
         for part in elements.view(-1).split(CHUNK) if is_divided else (elements,):
-            if part.numel():
-                extremes += part.aminmax()
+            extremes += part.aminmax()
             if inverse != 1.0:
                 part.mul_(inverse)
 
@@ -194,8 +216,7 @@ def _divide_each_(pairs: list[tuple[Parameter, Tensor]], inverse: float, extreme
 def _divide_together_(pairs: list[tuple[Parameter, Tensor]], inverse: float, extremes: list[Tensor]) -> None:
     grads = [_elements(grad) for _, grad in pairs]
     together = _flatten_dense_tensors(grads)
-    if together.numel():
-        extremes += together.aminmax()
+    extremes += together.aminmax()
     if inverse != 1.0:  # what torch's GradScaler calls, as foreach operations are slow on small tensors here
         torch._amp_foreach_non_finite_check_and_unscale_(grads, torch.zeros(1), torch.tensor(inverse))
 

@@ -175,8 +175,7 @@ class Master:
         """Make the parameter fp32 again, with the master's value; a gradient follows its dtype."""
         value, grad = self.value(), self.param.grad
         self.param.grad = None
-        self.param.data = value
-        self.param.grad_dtype = value.dtype
+        self.param.data = value  # grad_dtype stays free, so that it follows whatever the parameter is cast to
         if grad is not None:
             self.param.grad = grad.to(value.dtype)
 

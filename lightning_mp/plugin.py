@@ -282,7 +282,6 @@ class MasterWeightPrecision(Precision):
             is_updated = param.requires_grad and (self._trainer is None or self._is_fitting)
             if dtype == FP16 and not is_updated and self.autocast:
                 self._frozen[id(param)] = param
-                param.grad_dtype = None  # for an unscaled gradient of a 16-bit parameter
             else:
                 self._masters.adopt(param, name)
         if self._frozen:
@@ -741,8 +740,6 @@ class MasterWeightPrecision(Precision):
     def _restore_module(self) -> None:
         for handle in self._handles:
             handle.remove()
-        for param in self._frozen.values():
-            param.grad_dtype = param.dtype
         last_full_copies = self._masters.full_copies
         self._masters.release()
         self._scaling.release()

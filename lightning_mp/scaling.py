@@ -25,10 +25,10 @@ at, to find out which optimizers are concerned, and where it began.
 from __future__ import annotations
 
 import math
-import weakref
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -38,10 +38,11 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
+from torch.utils.weak import TensorWeakRef
 
 from lightning_mp.gradients import LOW, scale_, unscale_
 from lightning_mp.numerics.loss_scale import LossScale, NoLossScale
-from lightning_mp.swap import requires_closure
+from lightning_mp.swap import nested_optimizers, requires_closure
 
 FP16_MAX = 65504.0
 #: The largest power of two that fp16 holds: what an fp16 loss can be multiplied by, as that is the gradient it gets.
@@ -63,7 +64,7 @@ class _Mark:
     __slots__ = ("_grad", "_version")
 
     def __init__(self, grad: Tensor) -> None:
-        self._grad = weakref.ref(grad)
+        self._grad = TensorWeakRef(grad)
         self._version = grad._version
 
     def fits(self, grad: Tensor) -> bool:
@@ -156,9 +157,9 @@ class LossScaling:
         if not self.checks:
             return
         for optimizer in optimizers:
-            if requires_closure(optimizer):
+            for nested in filter(requires_closure, nested_optimizers(optimizer)):
                 raise MisconfigurationException(
-                    f"{type(optimizer).__qualname__} evaluates the model inside step(), where a step with infinite or NaN"
+                    f"{type(nested).__qualname__} evaluates the model inside step(), where a step with infinite or NaN"
                     " gradients cannot be dropped any more. Loss scaling, and skip_nonfinite, do not work with it: use"
                     " 'bf16-master', 'bf16-mixed' or '32-true' without them, or another optimizer."
                 )
@@ -246,8 +247,8 @@ class LossScaling:
     def may_step(self, optimizer: Optimizer) -> bool:
         """Decide whether an optimizer steps; a dropped step is counted here.
 
-        One device-to-host sync for each round, or for each optimizer where there are several ranks; more on an overflow, and if
-        gradients were written to since backward.
+        One device-to-host sync for each round, and one for each later optimizer of the round if there are several ranks or its
+        gradients were written to since backward; more on an overflow.
 
         Returns:
             False if the step is to be dropped. True also for an optimizer without any gradient.
@@ -263,14 +264,14 @@ class LossScaling:
         # a gradient may have been written to since it was measured, or never have been
         marks = [(param.grad, round_.measured_grads.get(id(param))) for param in with_gradient]
         is_measured = [mark is not None and mark.fits(grad) for grad, mark in marks]
-        is_sure = all(is_measured) and not self._overflowed
+        unmeasured = [grad for grad, is_known in zip((grad for grad, _ in marks), is_measured, strict=True) if not is_known]
         if round_.measured is None:
-            round_.measured, is_sure = self._measure(is_sure)
+            round_.measured, is_suspect = self._measure(unmeasured)
         else:
-            is_sure = not self._on_any_rank(not is_sure)
+            is_suspect = self._on_any_rank(bool(self._overflowed) or bool(unmeasured and _any_nonfinite(unmeasured)))
         round_.has_stepped = True
         measured = round_.measured
-        if is_sure and not measured.overflow and measured.loss_is_finite:
+        if not is_suspect and not measured.overflow and measured.loss_is_finite:
             return True
         self._search()
         overflowed = self._on_any_rank(any(id(param) in self._overflowed for param in with_gradient))
@@ -289,23 +290,28 @@ class LossScaling:
             self._consecutive_skips[self._position(optimizer)] = 0
             self._overflowed_at_floor.discard(self._position(optimizer))
 
-    def _measure(self, is_sure: bool) -> tuple[Measured, bool]:
-        """Read what the device knows of the round, and whether every rank is sure of it. One device-to-host sync."""
+    def _measure(self, unmeasured: list[Tensor]) -> tuple[Measured, bool]:
+        """Read what the device knows of the round, and whether gradients have to be searched: one device-to-host sync.
+
+        Args:
+            unmeasured: gradients that were not measured as backward made them.
+        """
         round_, device = self._round, self._device
         fresh = [amax.to(device, torch.float32) for amax in round_.fresh]
         largest = torch.stack(fresh).max() if fresh else torch.zeros((), device=device)
         every = torch.stack([*fresh, *(amax.to(device, torch.float32) for amax in round_.sums), largest])
         overflow = ~torch.isfinite(every).all()
         bad_loss = ~torch.stack([finite.to(device) for finite in round_.losses] or [overflow.new_ones(())]).all()
-        unsure = torch.full_like(largest, float(not is_sure))
-        values = torch.stack([largest.nan_to_num(0.0, 0.0, 0.0), overflow.float(), bad_loss.float(), unsure])
+        suspect = _any_nonfinite(unmeasured).to(device) if unmeasured else torch.zeros_like(overflow)
+        suspect = suspect | bool(self._overflowed)
+        values = torch.stack([largest.nan_to_num(0.0, 0.0, 0.0), overflow.float(), bad_loss.float(), suspect.float()])
         if _is_distributed():
             dist.all_reduce(values, dist.ReduceOp.MAX)
-        amax, has_overflow, has_bad_loss, is_unsure = values.tolist()
+        amax, has_overflow, has_bad_loss, is_suspect = values.tolist()
         scaled = amax * self.gradient_scale
         self.headroom_bits = None if has_overflow or not scaled or not self.is_fp16 else math.log2(FP16_MAX / scaled)
         self._history.append(self.gradient_scale)
-        return Measured(amax or None, bool(has_overflow), not has_bad_loss), not is_unsure
+        return Measured(amax or None, bool(has_overflow), not has_bad_loss), bool(is_suspect)
 
     def _on_any_rank(self, flag: bool) -> bool:
         """Whether the flag is set on any rank. One device-to-host sync if there are several."""
@@ -327,10 +333,12 @@ class LossScaling:
 
     def _overflowed_names(self) -> list[str]:
         """The names of those on any rank, in the order in which backward meets them: the module's, reversed."""
-        flags = torch.tensor([float(key in self._overflowed) for key in self._named], device=self._device)
+        names = [name for key, (name, _) in reversed(self._named.items()) if key in self._overflowed]
         if _is_distributed():
-            dist.all_reduce(flags, dist.ReduceOp.MAX)
-        return [name for (name, _), flag in reversed(list(zip(self._named.values(), flags.tolist(), strict=True))) if flag]
+            of_ranks: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+            dist.all_gather_object(of_ranks, names)
+            names = list(dict.fromkeys(chain(*of_ranks)))
+        return names
 
     def _position(self, optimizer: Optimizer) -> int:
         return next((i for i, known in enumerate(self._optimizers) if known is optimizer), len(self._optimizers))
@@ -429,10 +437,17 @@ def _nonfinite(params: list[Any]) -> list[Any]:
     """Those whose gradient is not finite. One device-to-host sync."""
     if not params:
         return []
-    device = params[0].device
-    finite = [torch.isfinite(param.grad._values() if param.grad.is_sparse else param.grad).all() for param in params]
-    are_finite = torch.stack([flag.to(device) for flag in finite]).tolist()
+    are_finite = _are_finite([param.grad for param in params]).tolist()
     return [param for param, is_finite in zip(params, are_finite, strict=True) if not is_finite]
+
+
+def _any_nonfinite(grads: list[Tensor]) -> Tensor:
+    return ~_are_finite(grads).all()
+
+
+def _are_finite(grads: list[Tensor]) -> Tensor:
+    elements = [grad.detach()._values() if grad.is_sparse else grad.detach() for grad in grads]
+    return torch.stack([torch.isfinite(values).all().to(grads[0].device) for values in elements])
 
 
 def _is_distributed() -> bool:

@@ -19,7 +19,6 @@ from torch.optim import LBFGS, SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop, Sp
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau
 
 from lightning_mp import AdaptiveLossScale, DynamicLossScale, MasterWeightPrecision, StaticLossScale
-from lightning_mp.gradients import _divide_on_accelerator_
 from tests.modules import PLAIN_SGD, UNIT_SGD, M, assert_same, quiet_trainer, random_rows, values
 from tests.reference import fp32_run, same_bits
 
@@ -1978,18 +1977,6 @@ def test_the_accumulation_may_change_from_epoch_to_epoch(precision):
     assert_same(module.parameters(), replay(before, torch.cat([rows, (rows[0::2] + rows[1::2]) / 2])))
 
 
-def test_an_accelerators_kernel_takes_a_sparse_gradient_without_elements():
-    table = nn.Embedding(6, 4, sparse=True, padding_idx=0)
-    table(torch.zeros(2, dtype=torch.long)).sum().backward()
-    dense = nn.Parameter(torch.ones(3))
-    dense.grad = torch.tensor([1.0, -8.0, 2.0])
-    table.weight.grad = table.weight.grad.coalesce()
-    extremes: list[Tensor] = []
-    _divide_on_accelerator_([(table.weight, table.weight.grad), (dense, dense.grad)], 0.5, extremes)
-    assert [abs(extreme.item()) for extreme in extremes] == [8.0]
-    assert dense.grad.tolist() == [0.5, -4.0, 1.0]
-
-
 @both
 @pytest.mark.parametrize("width", [3, 16_383, 16_384, 70_001])
 @pytest.mark.parametrize("where", [0, -1])
@@ -2176,3 +2163,73 @@ def test_a_penalty_on_the_gradient_of_a_first_backward_is_as_in_fp32(precision):
     expected = reference(lambda: Quadratic(penalty))
     assert plugin.applied_steps == 3
     assert module.layer.weight.item() == pytest.approx(expected.layer.weight.item(), rel=2**-9)
+
+
+class OverridesBackward(Rows):
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        loss.backward(retain_graph=True)
+
+
+class OverridesOptimizerStep(Rows):
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        optimizer.step(closure=optimizer_closure)
+
+
+class RunsTheClosureItself(Rows):
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        optimizer_closure()
+        optimizer.step()
+
+
+class ClearsInAHook(Rows):
+    def on_before_zero_grad(self, optimizer: Optimizer) -> None:
+        drop(self)
+
+
+class BackwardIntoGivenInputs(ManualRows):
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch), inputs=[self.layer.weight])
+        optimizer.step()
+
+
+class TogglesTheModel(ManualRows):
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        with self.optimizers().toggle_model(sync_grad=False):
+            super().training_step(batch, batch_idx)
+
+
+@both
+@pytest.mark.parametrize(
+    "cls",
+    [
+        OverridesBackward,
+        OverridesOptimizerStep,
+        RunsTheClosureItself,
+        ClearsInAHook,
+        BackwardIntoGivenInputs,
+        TogglesTheModel,
+    ],
+)
+def test_a_module_that_writes_its_own_loop_skips_and_steps_as_others(precision, cls):
+    module = cls(BAD_ROWS)
+    before = values(module)
+    plugin = plugin_of(precision, 128)
+    watch = fit(module, plugin)
+    assert tuple(watch.applied) == APPLIED
+    assert_same(module.parameters(), replay(before, BAD_ROWS[[1, 3, 4]]))
+
+
+@both
+def test_validation_between_steps_and_after_the_fit_changes_neither_scale_nor_counts(precision):
+    plugin = plugin_of(precision, dynamic(128.0, growth_interval=2))
+    module = Rows(torch.ones(5, 2))
+    before = values(module)
+    quiet_trainer(plugin, val_check_interval=1, num_sanity_val_steps=2).fit(module)
+    after_fit = plugin.loss_scale
+    assert (after_fit.scale, plugin.applied_steps) == (512.0, 5)
+    assert_same(module.parameters(), replay(before, torch.ones(5, 2)))
+    quiet_trainer(plugin).validate(module, verbose=False)
+    assert plugin.loss_scale == after_fit
+    assert plugin.applied_steps == 5

@@ -2,9 +2,10 @@
 
     python -m tests.benchmarks.unscale [--threads 1] [--rounds 31]
 
-Ours finds the largest magnitude too, which the adaptive scale needs, and reads the result; `GradScaler.unscale_` ends before it
-reads whether there was an overflow. With fp16 gradients both make fp32 ones: GradScaler refuses fp16 gradients, so that they have
-to be widened before. The candidates alternate in one process; printed are medians, and the median of the ratio in the same round.
+Ours finds the largest magnitude too, which the adaptive scale needs, and reads the result; `GradScaler.unscale_` ends before
+it reads whether there was an overflow. With fp16 gradients both make fp32 ones: GradScaler refuses fp16 gradients, so that they
+have to be widened before. The candidates alternate in one process; printed are medians, and the median of the ratio in the same
+round.
 """
 
 from __future__ import annotations
