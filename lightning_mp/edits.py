@@ -1,4 +1,4 @@
-"""Who may edit weights between the end of an optimizer step and the next forward."""
+"""Who may edit weights between the end of an optimizer step and the next forward, and gradients before the step."""
 
 from __future__ import annotations
 
@@ -37,6 +37,21 @@ BETWEEN_STEPS = (
 #: Lightning's own callbacks that write to parameters, or run code that users give them.
 EDITING = (LambdaCallback, ModelPruning, *AVERAGING)
 TRUSTED_PACKAGES = ("lightning.pytorch.callbacks.", "lightning_mp.")
+
+
+def may_edit_gradients(module: Module, trainer: pl.Trainer | None) -> bool:
+    """Whether there is code that could write to gradients between the end of backward and the plugin's optimizer step.
+
+    That is so in manual optimization, and where ``on_after_backward`` or ``optimizer_step`` is overridden.
+    """
+    if trainer is None or not isinstance(module, pl.LightningModule):
+        return True
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    return (
+        not module.automatic_optimization
+        or any(is_overridden(hook, module) for hook in ("on_after_backward", "optimizer_step"))
+        or any(type(callback).on_after_backward is not pl.Callback.on_after_backward for callback in callbacks)
+    )
 
 
 def may_edit_between_steps(module: Module, trainer: pl.Trainer | None) -> bool:

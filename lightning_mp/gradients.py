@@ -32,8 +32,6 @@ FP32 = torch.float32
 LOW = (torch.bfloat16, torch.float16)
 #: On a CPU, gradients with fewer elements than this are handled many at a time, as each call has a fixed cost.
 SMALL = 1 << 14
-#: Larger ones in parts of so many elements.
-CHUNK = 1 << 17
 
 
 def accumulate_in_fp32(params: Iterable[Parameter]) -> None:
@@ -162,32 +160,33 @@ def unscale_(params: Iterable[Parameter], scale: float, widen: bool) -> Tensor |
         grad = param.grad
         if grad is None:
             continue
-        if grad.dtype in LOW and (widen or grad.is_sparse) and param.grad_dtype is not None:
+        dtype, size = grad.dtype, grad.numel()
+        if dtype in LOW and (widen or grad.is_sparse) and param.grad_dtype is not None:
             param.grad_dtype = None  # was frozen when masters were taken
         if grad.is_sparse:
-            grad = param.grad = (grad.to(FP32) if grad.dtype in LOW else grad).coalesce()
-        if grad.requires_grad and grad.numel():
+            grad = param.grad = (grad.to(FP32) if dtype in LOW else grad).coalesce()
+            dtype, size = grad.dtype, grad._nnz()
+        if grad.requires_grad and size:
             with_graph.append((param, grad))
-        elif size := grad._nnz() if grad.is_sparse else grad.numel():
+        elif size:
             # what is put together loses its memory layout
             is_small = size < SMALL and not grad.is_sparse and grad.is_contiguous()
-            kinds.setdefault((grad.is_cpu, grad.dtype, is_small), []).append((param, grad))
-    extremes: list[Tensor] = []
+            kinds.setdefault((grad.is_cpu, dtype, is_small), []).append((param, grad))
+    largest: list[Tensor] = []
     for param, grad in with_graph:
-        extremes += _elements(grad.detach()).aminmax()
+        largest.append(_elements(grad.detach()).abs().max())
         param.grad = _multiplied(grad, 1.0 / scale, FP32 if widen and grad.dtype in LOW else grad.dtype)
     for (is_cpu, dtype, is_small), pairs in kinds.items():
         if widen and dtype in LOW:
             unscale = _widen_on_accelerator_ if not is_cpu else _widen_together_ if is_small else _widen_each_
         else:
             unscale = _divide_on_accelerator_ if not is_cpu else _divide_together_ if is_small else _divide_each_
+        extremes: list[Tensor] = []
         unscale(pairs, 1.0 / scale, extremes)
-    if not extremes:
-        return None
-    first = extremes[0]
-    if any(extreme.dtype != first.dtype or extreme.device != first.device for extreme in extremes):
-        extremes = [extreme.to(first.device, FP32) for extreme in extremes]
-    return torch.stack(extremes).abs_().max().to(FP32)
+        largest.append(torch.stack(extremes).abs_().max())
+    if len(largest) > 1:
+        largest = [torch.stack([amax.to(largest[0].device, FP32) for amax in largest]).max()]
+    return largest[0].to(FP32) if largest else None
 
 
 def _multiplied(grad: Tensor, factor: float, dtype: torch.dtype) -> Tensor:
@@ -203,20 +202,17 @@ def _elements(grad: Tensor) -> Tensor:
 
 
 def _divide_each_(pairs: list[tuple[Parameter, Tensor]], inverse: float, extremes: list[Tensor]) -> None:
+    factor = torch.tensor(inverse)  # made once, as a number is made a tensor in each call
     for _, grad in pairs:
         elements = _elements(grad)
-        # in parts that stay in the processor's cache from the one pass to the other
-        is_divided = elements.numel() >= 2 * CHUNK and elements.is_contiguous()
-        for part in elements.view(-1).split(CHUNK) if is_divided else (elements,):
-            extremes += part.aminmax()
-            if inverse != 1.0:
-                part.mul_(inverse)
+        extremes += elements.aminmax()
+        if inverse != 1.0:
+            elements.mul_(factor)  # while it is still in the processor's cache
 
 
 def _divide_together_(pairs: list[tuple[Parameter, Tensor]], inverse: float, extremes: list[Tensor]) -> None:
     grads = [_elements(grad) for _, grad in pairs]
-    together = _flatten_dense_tensors(grads)
-    extremes += together.aminmax()
+    extremes += _flatten_dense_tensors(grads).aminmax()
     if inverse != 1.0:  # what torch's GradScaler calls, as foreach operations are slow on small tensors here
         torch._amp_foreach_non_finite_check_and_unscale_(grads, torch.zeros(1), torch.tensor(inverse))
 

@@ -34,7 +34,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_mp.averaging import AverageInFp32
 from lightning_mp.cost.devices import bf16_support, check_bf16, check_fp16
-from lightning_mp.edits import may_edit_between_steps
+from lightning_mp.edits import may_edit_between_steps, may_edit_gradients
 from lightning_mp.gradients import Fp32Reducer, accumulate_in_fp32, clip_by_norm_
 from lightning_mp.masters import BF16, FP16, SHORT_NAMES, Masters, Storage
 from lightning_mp.module import (
@@ -324,7 +324,7 @@ class MasterWeightPrecision(Precision):
         module = self._module
         if module is None or not self._is_fitting:
             return
-        self._scaling.connect(module, optimizers)
+        self._scaling.connect(module, optimizers, may_edit_gradients(module, self._trainer))
         stepwise = [config.scheduler for config in lr_schedulers if config.interval == "step"]
         if self._scaling.checks and stepwise and isinstance(module, pl.LightningModule):
             self._handles.append(StepwiseSchedulers(module, stepwise, lambda: self._scaling.last_step_skipped))

@@ -73,9 +73,9 @@ class _Mark:
 
 @dataclass
 class _Round:
-    fresh: list[Tensor] = field(default_factory=list)  # largest unscaled magnitudes, 0-dim
+    fresh: list[Tensor] = field(default_factory=list)  # largest scaled magnitudes, 0-dim
     sums: list[Tensor] = field(default_factory=list)  # the same, of gradients that were added to
-    losses: list[Tensor] = field(default_factory=list)  # 0-dim bool: whether each is finite
+    losses: list[Tensor] = field(default_factory=list)  # 0 for a finite loss, else NaN, 0-dim
     measured_grads: dict[int, _Mark] = field(default_factory=dict)  # by the parameter's id
     measured: Measured | None = None  # once a step asked
     has_stepped: bool = False
@@ -119,6 +119,7 @@ class LossScaling:
         self._module: Module | None = None
         self._optimizers: list[Optimizer] = []
         self._named: dict[int, tuple[str, Any]] = {}  # every parameter, by id
+        self._may_edit_gradients = True
         self._had_gradient: set[int] = set()  # before the last backward
         self._overflowed: set[int] = set()  # known to have a non-finite gradient
 
@@ -146,13 +147,19 @@ class LossScaling:
 
     # --- a run -------------------------------------------------------------------------------------------------------------
 
-    def connect(self, module: Module, optimizers: Sequence[Optimizer]) -> None:
+    def connect(self, module: Module, optimizers: Sequence[Optimizer], may_edit_gradients: bool) -> None:
         """Name the module whose gradients are scaled, and the optimizers that step on them.
+
+        Args:
+            module: the module in training.
+            optimizers: all of them.
+            may_edit_gradients: whether gradients may be written to, or made, by others between backward and a step.
 
         Raises:
             MisconfigurationException: a gradient cannot be unscaled in fp32, or an optimizer's step cannot be dropped.
         """
         self._module, self._optimizers = module, list(optimizers)
+        self._may_edit_gradients = may_edit_gradients
         self._find_parameters()
         if not self.checks:
             return
@@ -199,7 +206,7 @@ class LossScaling:
             self._find_parameters()
         self._limit_for(loss)
         self.gradient_scale = self._scale.scale
-        self._round.losses.append(torch.isfinite(loss.detach()).all())
+        self._round.losses.append(loss.detach().reshape(()) * 0)
         with_gradient = [param for _, param in self._named.values() if param.grad is not None]
         self._had_gradient = set(map(id, with_gradient))
         if self._overflowed:  # a gradient of an earlier round that is still there is no news
@@ -228,13 +235,16 @@ class LossScaling:
         for params, amaxes in ((fresh, self._round.fresh), (sums, self._round.sums), (known, found)):
             amax = unscale_(params, self.gradient_scale, widen=self.is_fp16 or self.is_active)
             if amax is not None:
-                amaxes.append(amax / self.gradient_scale)
-            self._round.measured_grads.update((id(param), _Mark(param.grad)) for param in params)
+                amaxes.append(amax)
+            if self._may_edit_gradients:
+                self._round.measured_grads.update((id(param), _Mark(param.grad)) for param in params)
 
     def _limit_for(self, loss: Tensor) -> None:
         if loss.dtype != torch.float16 or self._scale.scale <= MAX_SCALE_OF_FP16_LOSS:
             return
+        factor = MAX_SCALE_OF_FP16_LOSS / self._scale.scale
         self._scale = self._scale.with_scale(MAX_SCALE_OF_FP16_LOSS)
+        self._round.fresh = [amax * factor for amax in self._round.fresh]  # of another loss in the same round
         if not self._fp16_loss_reported:
             self._fp16_loss_reported = True
             rank_zero_info(
@@ -261,10 +271,7 @@ class LossScaling:
         if not with_gradient and not _is_distributed():
             return True
         round_ = self._round
-        # a gradient may have been written to since it was measured, or never have been
-        marks = [(param.grad, round_.measured_grads.get(id(param))) for param in with_gradient]
-        is_measured = [mark is not None and mark.fits(grad) for grad, mark in marks]
-        unmeasured = [grad for grad, is_known in zip((grad for grad, _ in marks), is_measured, strict=True) if not is_known]
+        unmeasured = self._unmeasured(with_gradient)
         if round_.measured is None:
             round_.measured, is_suspect = self._measure(unmeasured)
         else:
@@ -276,11 +283,20 @@ class LossScaling:
         self._search()
         overflowed = self._on_any_rank(any(id(param) in self._overflowed for param in with_gradient))
         if not overflowed and not measured.loss_is_finite and not self._on_any_rank(bool(self._overflowed)):
-            overflowed = self._on_any_rank(any(is_measured))  # gradients that a non-finite loss made, finite as they are
+            # gradients that a non-finite loss made, finite as they are
+            overflowed = self._on_any_rank(len(unmeasured) < len(with_gradient))
         if not overflowed:
             return True
         self._skip(optimizer, measured)
         return False
+
+    def _unmeasured(self, params: list[Any]) -> list[Tensor]:
+        """Those gradients that were written to, or made, since the round's last backward was measured."""
+        round_ = self._round
+        if not self._may_edit_gradients and round_.losses and not round_.has_stepped:
+            return []
+        marks = [(param.grad, round_.measured_grads.get(id(param))) for param in params]
+        return [grad for grad, mark in marks if mark is None or not mark.fits(grad)]
 
     def count_applied(self, optimizer: Optimizer) -> None:
         """Count a step that was made. One without any gradient is neither applied nor skipped."""
@@ -297,21 +313,21 @@ class LossScaling:
             unmeasured: gradients that were not measured as backward made them.
         """
         round_, device = self._round, self._device
-        fresh = [amax.to(device, torch.float32) for amax in round_.fresh]
-        largest = torch.stack(fresh).max() if fresh else torch.zeros((), device=device)
-        every = torch.stack([*fresh, *(amax.to(device, torch.float32) for amax in round_.sums), largest])
-        overflow = ~torch.isfinite(every).all()
-        bad_loss = ~torch.stack([finite.to(device) for finite in round_.losses] or [overflow.new_ones(())]).all()
-        suspect = _any_nonfinite(unmeasured).to(device) if unmeasured else torch.zeros_like(overflow)
-        suspect = suspect | bool(self._overflowed)
-        values = torch.stack([largest.nan_to_num(0.0, 0.0, 0.0), overflow.float(), bad_loss.float(), suspect.float()])
+        zero = torch.zeros((), device=device)
+        suspect = _any_nonfinite(unmeasured).to(device, torch.float32) if unmeasured else zero
+        largest = [_largest(some, zero) for some in (round_.fresh, round_.sums, round_.losses)]
+        # without NaN, of which not every backend finds the maximum
+        values = torch.stack([*largest, suspect + 1.0 if self._overflowed else suspect]).nan_to_num_(
+            math.inf, math.inf, math.inf
+        )
         if _is_distributed():
             dist.all_reduce(values, dist.ReduceOp.MAX)
-        amax, has_overflow, has_bad_loss, is_suspect = values.tolist()
-        scaled = amax * self.gradient_scale
-        self.headroom_bits = None if has_overflow or not scaled or not self.is_fp16 else math.log2(FP16_MAX / scaled)
+        fresh, sums, loss, is_suspect = values.tolist()
+        overflow = math.inf in (fresh, sums)
+        is_known = fresh > 0.0 and not overflow
+        self.headroom_bits = math.log2(FP16_MAX / fresh) if is_known and self.is_fp16 else None
         self._history.append(self.gradient_scale)
-        return Measured(amax or None, bool(has_overflow), not has_bad_loss), bool(is_suspect)
+        return Measured(fresh / self.gradient_scale if is_known else None, overflow, loss == 0.0), bool(is_suspect)
 
     def _on_any_rank(self, flag: bool) -> bool:
         """Whether the flag is set on any rank. One device-to-host sync if there are several."""
@@ -323,8 +339,7 @@ class LossScaling:
 
     @property
     def _device(self) -> torch.device:
-        tensors = [*self._round.losses, *self._round.fresh, *(param for _, param in self._named.values())]
-        return tensors[0].device if tensors else torch.device("cpu")
+        return next((param.device for _, param in self._named.values()), torch.device("cpu"))
 
     def _search(self) -> None:
         """Find the gradients that are not finite. One device-to-host sync."""
@@ -443,6 +458,11 @@ def _nonfinite(params: list[Any]) -> list[Any]:
 
 def _any_nonfinite(grads: list[Tensor]) -> Tensor:
     return ~_are_finite(grads).all()
+
+
+def _largest(values: list[Tensor], zero: Tensor) -> Tensor:
+    values = [value.to(zero.device, zero.dtype) for value in values]
+    return zero if not values else values[0] if len(values) == 1 else torch.stack(values).max()
 
 
 def _are_finite(grads: list[Tensor]) -> Tensor:

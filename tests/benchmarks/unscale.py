@@ -28,6 +28,10 @@ SHAPES = {
     "100 tensors of 65,536": [(256, 256)] * 100,
     "200 tensors of 4,096": [(64, 64)] * 200,
     "2,000 tensors of 100": [(100,)] * 2000,
+    "byte-GPT, 3.3M in 4 layers": [
+        *[(256,), (256,), (768, 256), (768,), (256, 256), (256,), (256,), (256,), (1024, 256), (1024,), (256, 1024), (256,)] * 4,
+        *[(256, 256), (128, 256), (256,), (256,), (256, 256)],
+    ],
     "48 layers of 1.8M in 6 tensors": [(384, 384), (384, 1536), (1536, 384), (384, 384), (384,), (1536,)] * 48,
 }
 
@@ -64,7 +68,7 @@ def with_grad_scaler(module: Module) -> Callable[[], object]:
 def with_ours(module: Module) -> Callable[[], object]:
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     scaling = LossScaling(StaticLossScale(SCALE), checks=True, is_fp16=True)
-    scaling.connect(module, [optimizer])
+    scaling.connect(module, [optimizer], may_edit_gradients=False)
     loss = torch.zeros((), device=next(module.parameters()).device)
 
     def run() -> None:
