@@ -48,7 +48,7 @@ from rich.console import Console
 
 import lightning_mp
 from lightning_mp.numerics.loss_scale import LossScale
-from lightning_mp.report.candidates import CANDIDATES, DEFAULT, parse_precisions
+from lightning_mp.report.candidates import CANDIDATES, DEFAULT, FP16, SLOW_FP16, parse_precisions
 from lightning_mp.report.compare import Plan, run_comparison
 from lightning_mp.report.files import new_run_folder, write_text
 from lightning_mp.report.results import INTERRUPTED, OK, Comparison
@@ -276,6 +276,9 @@ def _compare(args: list[str]) -> int:
 
     console = Console(stderr=True)
     console.print(f"Comparing {', '.join(precisions)} in {folder}", soft_wrap=True, markup=False, highlight=False)
+    slow = [name for name in precisions if name in FP16]
+    if slow and configuration.is_on_cpu:
+        console.print(f"Warning: {', '.join(slow)}: {SLOW_FP16}", soft_wrap=True, markup=False, highlight=False)
     comparison = Comparison(
         name=folder.name,
         command=("lightning-mp", "compare", *args),
@@ -329,7 +332,7 @@ Any other option goes to the configuration, as in `lightning-mp fit`:
   lightning-mp compare -c config.yaml --trainer.max_steps=200 --model.init_args.lr=1e-3
 
 The configuration's own precision, loggers and checkpoint callbacks are replaced. If its precision_plugin is a class
-with settings, `*-master` precisions keep those settings.
+with settings, `*-master` and `16-mixed` keep those settings; a loss scale is for fp16 alone.
 
 Exit status: 0; 1 if every precision failed; 2 for bad input; 130 if interrupted."""
 
@@ -385,6 +388,12 @@ class _ConfigurationOnly(MixedPrecisionCLI):
         """The configuration's seed if it is a number, else 0."""
         seed = self.config.fit.seed_everything
         return 0 if isinstance(seed, bool) else int(seed)
+
+    @property
+    def is_on_cpu(self) -> bool:
+        """Whether training is going to run on a CPU, as far as the configuration and this machine tell."""
+        accelerator = self.config.fit.trainer.accelerator
+        return accelerator == "cpu" or (accelerator == "auto" and not torch.accelerator.is_available())
 
     def dump(self) -> str:
         """The resolved configuration, every default included, as YAML."""
@@ -448,8 +457,10 @@ class _WorkerCLI(MixedPrecisionCLI):
         trainer = self.config.fit.trainer
         settings = trainer.get("precision_plugin")
         trainer.update(Namespace(CANDIDATES[self._spec.precision]))
-        if isinstance(settings, Namespace) and self._spec.precision.endswith("-master"):
+        if isinstance(settings, Namespace) and (self._spec.precision.endswith("-master") or self._spec.precision in FP16):
             settings.init_args.precision = self._spec.precision  # keep the settings, such as the form of the masters
+            if self._spec.precision not in FP16 and "loss_scale" in settings.init_args:
+                settings.init_args.loss_scale = None
             trainer.precision_plugin = settings
         if trainer.logger not in (None, True, False):
             self.notes.append("the configuration's loggers were replaced by a CSV file.")
@@ -462,7 +473,7 @@ class _WorkerCLI(MixedPrecisionCLI):
         kept = [callback for callback in callbacks if not isinstance(callback, Checkpoint)]
         if len(kept) < len(callbacks):
             self.notes.append("the configuration's checkpoint callbacks were left out.")
-        return super().instantiate_trainer(
+        trainer = super().instantiate_trainer(
             **kwargs,
             logger=CSVLogger(self._spec.folder, name="metrics", version=""),
             callbacks=[self.report.recorder, *kept, self.report],
@@ -470,3 +481,6 @@ class _WorkerCLI(MixedPrecisionCLI):
             enable_checkpointing=False,
             enable_progress_bar=False,
         )
+        if self._spec.precision in FP16 and trainer.strategy.root_device.type == "cpu":
+            self.notes.append(SLOW_FP16)
+        return trainer

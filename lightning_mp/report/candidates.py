@@ -12,9 +12,15 @@ REFERENCE = "32-true"
 DEFAULT = (REFERENCE, "bf16-mixed", "bf16-true", "bf16-master")
 
 CANDIDATES: Mapping[str, Mapping[str, str | None]] = {
-    **{name: {"precision": None, "precision_plugin": name} for name in (REFERENCE, "bf16-mixed", "bf16-master", "auto")},
+    **{
+        name: {"precision": None, "precision_plugin": name}
+        for name in (REFERENCE, "bf16-mixed", "16-mixed", "bf16-master", "16-master", "auto")
+    },
     "bf16-true": {"precision": "bf16-true", "precision_plugin": None},
 }
+#: Those that compute in fp16, under a loss scale.
+FP16 = ("16-mixed", "16-master")
+SLOW_FP16 = "this is a CPU, where fp16 matrix products are 10 to 40 times slower than fp32 ones: judge its speed on a GPU."
 
 
 def parse_precisions(text: str) -> tuple[str, ...]:

@@ -164,6 +164,8 @@ class _Candidate:
             peak_cuda_bytes=event["peak_cuda_bytes"],
             weights_fingerprint=event["weights_fingerprint"],
             batches_fingerprint=event["batches_fingerprint"],
+            skipped_steps=event["skipped_steps"],
+            loss_scale=event["loss_scale"],
             notes=(*self._result.notes, *event["notes"]),
         )
 

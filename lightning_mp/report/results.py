@@ -58,6 +58,8 @@ class Result:
         weights_fingerprint: of the initial weights before conversion.
         batches_fingerprint: of the first batches.
         started: what the worker said of itself when training began: device, versions, precision in use, plugin.
+        skipped_steps: optimizer steps that were skipped by loss scaling; None without a loss scale.
+        loss_scale: the loss scale at the end; None without one.
         notes: what a reader should know, one sentence each.
     """
 
@@ -71,6 +73,8 @@ class Result:
     weights_fingerprint: str | None = None
     batches_fingerprint: str | None = None
     started: Mapping[str, Any] = field(default_factory=dict)
+    skipped_steps: int | None = None
+    loss_scale: float | None = None
     notes: tuple[str, ...] = ()
 
     @property

@@ -6,6 +6,7 @@ with their units do not fit beside each other, and because that is how they are 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 from rich import box
@@ -84,6 +85,8 @@ def _sections(comparison: Comparison) -> list[list[tuple[str, Cell]]]:
         ],
         [
             ("steps", lambda r: _number(r.summary.steps, "{:,}")),
+            ("  of these skipped", lambda r: _number(r.skipped_steps, "{:,}")),
+            ("loss scale, log2", lambda r: _number(r.loss_scale and math.log2(r.loss_scale), "{:g}")),
             ("tail loss", lambda r: _number(r.summary.tail_loss, "{:.4f}")),
             (f"tail loss - {REFERENCE}", relative("tail_loss_gap", "{:+.4f}")),
         ],

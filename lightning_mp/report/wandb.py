@@ -16,6 +16,7 @@ network and no key.
 
 from __future__ import annotations
 
+import math
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -148,6 +149,8 @@ def summary(result: Result) -> dict[str, str | float]:
         "throughput/tokens_per_s": numbers.tokens_per_s,
         "throughput/step_time_median_ms": numbers.step_time_median_ms,
         "train/tail_loss": numbers.tail_loss,
+        "loss_scale/skipped_steps": result.skipped_steps,
+        "loss_scale/log2": result.loss_scale and math.log2(result.loss_scale),
     }
     return {key: value for key, value in values.items() if value is not None}
 

@@ -12,7 +12,8 @@ events. The events:
 | started  | total_steps (or null), device, world_size, versions, precision_in_use, plugin |
 | step     | step: how far it is; sent at most ten times a second |
 | records  | records: a list of [step, loss, tokens, step_time_ms] |
-| finished | memory, peak_rss_bytes, peak_cuda_bytes, weights_fingerprint, batches_fingerprint, non_finite_step, notes |
+| finished | memory, peak_rss_bytes, peak_cuda_bytes, weights_fingerprint, batches_fingerprint, non_finite_step, |
+|          | skipped_steps, loss_scale, notes |
 | failed   | error |
 """
 
@@ -122,6 +123,7 @@ class WorkerReport(Callback):
             weights_fingerprint=recorder.weights,
             batches_fingerprint=recorder.batches,
             non_finite_step=recorder.non_finite_step,
+            **_loss_scaling(trainer.precision_plugin),
             notes=list(notes),
         )
 
@@ -133,6 +135,14 @@ class WorkerReport(Callback):
 
     def _send_records(self, records: Sequence[StepRecord]) -> None:
         self._events.send("records", records=[astuple(record) for record in records])
+
+
+def _loss_scaling(plugin: Any) -> dict[str, float | None]:
+    """How loss scaling ended: null where there is none."""
+    scale = getattr(plugin, "loss_scale", None)
+    if scale is None or scale.kind == "none":
+        return {"skipped_steps": None, "loss_scale": None}
+    return {"skipped_steps": plugin.skipped_steps, "loss_scale": plugin.gradient_scale}
 
 
 def worker_events(command: Sequence[str], log: Path) -> Generator[Mapping[str, Any], None, None]:

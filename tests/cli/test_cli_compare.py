@@ -101,6 +101,27 @@ def test_three_precisions_of_which_one_fails(
     assert read(folder / "bf16-true").summary["status"] == "failed"
 
 
+def test_fp16_is_scaled_counted_and_said_to_be_slow_on_a_cpu(
+    compare: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status = compare(
+        "-c", "toy.yaml", "--precisions=16-master,16-mixed,bf16-master", "--wandb=disabled", "--trainer.max_steps=4",
+        "--trainer.precision_plugin.class_path=lightning_mp.MasterWeightPrecision",
+        "--trainer.precision_plugin.init_args.loss_scale=lightning_mp.DynamicLossScale",
+        "--trainer.precision_plugin.init_args.loss_scale.init_args.init_scale=64",
+        "--trainer.precision_plugin.init_args.loss_scale.init_args.growth_interval=1",
+    )  # fmt: skip
+    printed = capsys.readouterr()
+    assert status == 0, printed.err
+    assert "Warning: 16-master, 16-mixed: this is a CPU" in printed.err
+    assert "judge its speed on a GPU" in printed.out
+    (folder,) = run_folders(tmp_path)
+    results = {result["precision"]: result for result in json.loads((folder / "comparison.json").read_text())["results"]}
+    for name in ("16-master", "16-mixed"):
+        assert (results[name]["skipped_steps"], results[name]["loss_scale"]) == (0, 2.0**9)  # that of the fourth step
+    assert (results["bf16-master"]["skipped_steps"], results["bf16-master"]["loss_scale"]) == (None, None)
+
+
 def error_of(capsys: pytest.CaptureFixture[str], call: Callable[[], Any]) -> str:
     capsys.readouterr()
     try:

@@ -66,6 +66,14 @@ def test_rows_that_nobody_has_are_left_out() -> None:
     assert "process peak RSS, MiB" in text
 
 
+def test_skipped_steps_and_loss_scale_are_shown_where_there_is_one() -> None:
+    text = rendered(comparison(result("32-true"), result("16-master", skipped_steps=3, loss_scale=2.0**19)))
+    rows = {line[:22].strip(): line[22:].split() for line in text.splitlines()}
+    assert rows["of these skipped"] == ["n/a", "3"]
+    assert rows["loss scale, log2"] == ["n/a", "19"]
+    assert "skipped" not in rendered(comparison(result("32-true")))
+
+
 def test_the_sentences_say_who_is_close_to_fp32_and_who_is_not() -> None:
     sentences = reading_help(
         comparison(result("32-true"), result("bf16-mixed", 2.3457), result("bf16-true", 2.5), result("auto", 2.0))
