@@ -466,6 +466,20 @@ def test_configuration_files_build_what_they_say(overlay: str, monkeypatch: pyte
     assert cli.model.weight_decay == 0.1  # from the base file, whichever the overlay
 
 
+def test_the_fp16_overlay_goes_over_any_base_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr("sys.argv", ["lightning-mp"])
+    files = ("configs/byte_gpt.yaml", "configs/byte_gpt_tiny.yaml", "configs/fp16.yaml")
+    with torch.device("meta"):
+        args = [arg for file in files for arg in ("--config", file)]
+        cli = LightningCLI(trainer_class=lightning_mp.Trainer, run=False, args=args)
+    assert cli.trainer.precision == "16-master"
+    assert cli.trainer.precision_plugin.loss_scale == lightning_mp.AdaptiveLossScale()
+    assert cli.trainer.max_steps == 20
+    names = [type(callback).__name__ for callback in cli.trainer.callbacks]
+    assert {"LossScaleMonitor", "GradientRangeMonitor"} <= set(names)
+
+
 @pytest.mark.parametrize("module", [data, model, text])
 def test_the_examples_in_the_docstrings_run(module: Any) -> None:
     assert doctest.testmod(module).failed == 0
