@@ -369,7 +369,7 @@ class AdaptiveLossScale(_BoundedLossScale):
     Example:
         >>> from lightning_mp.numerics.loss_scale import AdaptiveLossScale
         >>> scaler = AdaptiveLossScale(init_scale=2**21)
-        >>> for _ in range(5):
+        >>> for _ in range(128):
         ...     scaler = scaler.update(finite=True, amax=0.004)
         >>> math.log2(scaler.scale)
         23.0
