@@ -27,7 +27,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_mp.callbacks.fingerprint import Fingerprint, leaves, weights_fingerprint
+from lightning_mp.callbacks.fingerprint import Fingerprint, weights_fingerprint
+from lightning_mp.callbacks.tokens import token_count
 from lightning_mp.cost.memory import PersistentBytes, persistent_bytes
 
 FINGERPRINT_BATCHES = 8
@@ -43,7 +44,7 @@ class StepRecord:
         step: 1 for the first step of this fit.
         loss: mean over the window of the undivided loss, or None if `training_step` returned none.
         tokens: tokens that this process consumed in the window, or None if unknown. The module's `count_tokens(batch)`
-            counts them if it has that method, else :func:`token_count`.
+            counts them if it has that method, else :func:`~lightning_mp.callbacks.tokens.token_count`.
         step_time_ms: time from batch start to batch end, summed over the window.
     """
 
@@ -215,19 +216,6 @@ class RunRecorder(Callback):
         if self._stop_at_non_finite and self.non_finite_step is not None:
             trainer.should_stop = True
         self._on_records(chunk)
-
-
-def token_count(batch: Any) -> int | None:
-    """The number of elements of the batch's first integer tensor, or None if it has none.
-
-    For a language model that is the token ids, `(B, T)`, padding included; for a classifier it is the labels, one for
-    each sample. "First" is in the order of the batch's own nesting (mappings, sequences, dataclasses); booleans are
-    masks, not integers.
-    """
-    for _, leaf in leaves(batch):
-        if isinstance(leaf, Tensor) and not (leaf.is_floating_point() or leaf.is_complex() or leaf.dtype == torch.bool):
-            return leaf.numel()
-    return None
 
 
 def _loss(outputs: Any) -> Tensor | None:

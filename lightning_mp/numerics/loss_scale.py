@@ -178,7 +178,7 @@ class NoLossScale(LossScale):
     """No loss scaling: the scale is always 1.
 
     Example:
-        >>> from lightning_mp.numerics.loss_scale import NoLossScale
+        >>> from lightning_mp import NoLossScale
         >>> NoLossScale().update(finite=False).scale
         1.0
     """
@@ -205,7 +205,7 @@ class StaticLossScale(LossScale):
         ValueError: ``scale`` is not a finite number above 0.
 
     Example:
-        >>> from lightning_mp.numerics.loss_scale import StaticLossScale
+        >>> from lightning_mp import StaticLossScale
         >>> StaticLossScale(1024).update(finite=False).scale
         1024.0
     """
@@ -273,7 +273,7 @@ class DynamicLossScale(_BoundedLossScale):
         ValueError: a setting is not legal.
 
     Example:
-        >>> from lightning_mp.numerics.loss_scale import DynamicLossScale
+        >>> from lightning_mp import DynamicLossScale
         >>> scaler = DynamicLossScale(init_scale=256, growth_interval=2)
         >>> scaler = scaler.update(finite=False)  # the step is skipped
         >>> scaler.scale
@@ -367,7 +367,8 @@ class AdaptiveLossScale(_BoundedLossScale):
         ValueError: a setting is not legal.
 
     Example:
-        >>> from lightning_mp.numerics.loss_scale import AdaptiveLossScale
+        >>> import math
+        >>> from lightning_mp import AdaptiveLossScale
         >>> scaler = AdaptiveLossScale(init_scale=2**21)
         >>> for _ in range(128):
         ...     scaler = scaler.update(finite=True, amax=0.004)
