@@ -163,13 +163,13 @@ class LossScaling:
         self._find_parameters()
         if not self.checks:
             return
-        for optimizer in optimizers:
-            for nested in filter(requires_closure, nested_optimizers(optimizer)):
-                raise MisconfigurationException(
-                    f"{type(nested).__qualname__} evaluates the model inside step(), where a step with infinite or NaN"
-                    " gradients cannot be dropped any more. Loss scaling, and skip_nonfinite, do not work with it: use"
-                    " 'bf16-master', 'bf16-mixed' or '32-true' without them, or another optimizer."
-                )
+        every = chain.from_iterable(map(nested_optimizers, optimizers))
+        if names := [type(optimizer).__qualname__ for optimizer in every if requires_closure(optimizer)]:
+            raise MisconfigurationException(
+                f"{names[0]} evaluates the model inside step(), where a step with infinite or NaN gradients cannot be dropped"
+                " any more. Loss scaling, and skip_nonfinite, do not work with it: use 'bf16-master', 'bf16-mixed' or '32-true'"
+                " without them, or another optimizer."
+            )
         low = [name for name, param in self._named.values() if param.grad_dtype in LOW and param.requires_grad]
         if low and self.is_active:
             raise MisconfigurationException(
@@ -206,7 +206,7 @@ class LossScaling:
             self._find_parameters()
         self._limit_for(loss)
         self.gradient_scale = self._scale.scale
-        self._round.losses.append(loss.detach().reshape(()) * 0)
+        self._round.losses.append((loss.detach() * 0).sum())
         with_gradient = [param for _, param in self._named.values() if param.grad is not None]
         self._had_gradient = set(map(id, with_gradient))
         if self._overflowed:  # a gradient of an earlier round that is still there is no news

@@ -707,6 +707,26 @@ def fit_windows(manual: bool, rows: Any, plugin: MasterWeightPrecision) -> tuple
 
 
 @both
+@pytest.mark.parametrize("bad", [False, True])
+def test_a_loss_of_many_elements_is_scaled_with_the_gradient_that_is_given(precision, bad):
+    class Vector(ManualRows):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+            optimizer: Any = self.optimizers()
+            optimizer.zero_grad()
+            output = self.layer(batch[0]).float().view(-1)
+            losses = torch.stack([output.sum(), output.sum() * (math.nan if bad and batch_idx == 0 else 1.0)])
+            self.manual_backward(losses, gradient=torch.tensor([0.25, 0.25]))
+            optimizer.step()
+
+    rows = torch.tensor([[1.0, 0.5], [0.125, -4.0]])
+    module = Vector(rows)
+    before, plugin = values(module), plugin_of(precision, 64)
+    fit(module, plugin)
+    assert (plugin.applied_steps, plugin.nonfinite_losses) == ((1, 1) if bad else (2, 0))
+    assert_same(module.parameters(), replay(before, rows[int(bad) :] / 2))
+
+
+@both
 @pytest.mark.parametrize("manual", [False, True])
 def test_the_scale_is_constant_in_a_window_and_windows_give_the_mean(precision, manual):
     rows = torch.tensor([[1.0, 0.5], [0.125, -4.0], [-1.0, 2.0], [0.25, 1.0], [2.0, 8.0], [-0.5, 0.5]])
