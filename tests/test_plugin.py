@@ -2453,7 +2453,6 @@ def test_a_module_for_a_device_without_bf16_is_refused_and_left_fp32_and_auto_is
     assert plugin.precision == "16-master"
     assert type(plugin.loss_scale) is AdaptiveLossScale
     assert "auto|16-master|Tesla T4" in said
-    assert {param.dtype for param in module.parameters()} == {torch.float16}
 
 
 @pytest.mark.parametrize("device", ["mps", "xpu"])

@@ -110,7 +110,7 @@ def persistent_bytes(
 
 
 def step_counter_bytes(optimizers: Iterable[Optimizer]) -> int:
-    """The bytes of single numbers in the optimizer state of parameters that have more elements: step counters.
+    """The bytes of single numbers in the optimizer state that do not have their parameter's shape: step counters.
 
     AdamW keeps one of 4 bytes for each parameter tensor. They do not grow with the parameters, so bytes per parameter are
     stated without them.
@@ -119,9 +119,9 @@ def step_counter_bytes(optimizers: Iterable[Optimizer]) -> int:
         tensor.numel() * tensor.element_size()
         for optimizer in optimizers
         for param, state in optimizer.state.items()
-        if isinstance(param, Tensor) and param.numel() > 1
+        if isinstance(param, Tensor)
         for tensor in tensors_in(state)
-        if tensor.numel() == 1
+        if tensor.numel() == 1 and tensor.shape != param.shape
     )
 
 

@@ -1,4 +1,4 @@
-"""A logger that keeps its rows, and a precision plugin whose steps follow a script."""
+"""A logger that keeps its rows, a precision plugin whose steps follow a script, and an accelerator's allocator."""
 
 from __future__ import annotations
 
@@ -10,8 +10,12 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.plugins.precision import Precision
+
+from lightning_mp.cost.allocator import ALLOCATED, RESERVED, RETRIES
 
 
 class Rows(Logger):
@@ -97,3 +101,28 @@ class Scripted(Precision):
             self.last_overflow, self.headroom_bits = origin, None
             self.scale /= 2
         return result
+
+
+class FakeAccelerator:
+    """Stands in for torch's accelerator memory functions, or for those of ``torch.cuda`` where the former are not there."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, total: int = 10_000, module: Any = torch.accelerator) -> None:
+        self.total, self.resets, self.used = total, 0, 0
+        self.stats: dict[str, int] = {ALLOCATED: 0, RESERVED: 0, RETRIES: 0}
+        if module is not torch.accelerator:
+            for name in ("memory_stats", "reset_peak_memory_stats", "get_memory_info"):
+                monkeypatch.delattr(torch.accelerator, name)
+        monkeypatch.setattr(module, "memory_stats", lambda device: dict(self.stats))
+        monkeypatch.setattr(module, "reset_peak_memory_stats", lambda device: self.reset())
+        name = "get_memory_info" if module is torch.accelerator else "mem_get_info"
+        monkeypatch.setattr(module, name, lambda device: (0, self.total))
+
+    def use(self, size: int) -> None:
+        """Let so many bytes be in tensors."""
+        self.used = size
+        self.stats[ALLOCATED] = max(self.stats[ALLOCATED], size)
+        self.stats[RESERVED] = max(self.stats[RESERVED], 2 * size)
+
+    def reset(self) -> None:
+        self.resets += 1
+        self.stats[ALLOCATED] = self.used  # what is reserved stays so, as it is cached

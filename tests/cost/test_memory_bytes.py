@@ -6,10 +6,20 @@ from collections.abc import Callable, Iterable
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.optim import SGD, AdamW, Optimizer
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from lightning_mp.cost.memory import peak_cuda_bytes, peak_rss_bytes, persistent_bytes
+from lightning_mp.cost.memory import (
+    GradientWatch,
+    peak_cuda_bytes,
+    peak_rss_bytes,
+    persistent_bytes,
+    step_counter_bytes,
+)
 
 
 def trained(dtype: torch.dtype, optimizer: Callable[[Iterable[Tensor]], Optimizer]) -> tuple[nn.Module, Optimizer]:
@@ -100,3 +110,106 @@ def test_peak_rss_grows_by_what_is_allocated_and_never_falls() -> None:
 
 def test_cuda_peak_of_the_cpu_is_unknown_not_zero() -> None:
     assert peak_cuda_bytes(torch.device("cpu")) is None
+
+
+def test_a_sparse_gradient_counts_its_indices_and_values() -> None:
+    module = nn.Embedding(100, 8, sparse=True)
+    module(torch.tensor([3, 5, 3])).sum().backward()
+    assert persistent_bytes(module, []).gradients == 3 * 8 + 3 * 8 * 4
+
+
+def test_of_a_sharded_parameter_the_local_shard_counts() -> None:
+    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    try:
+        mesh = init_device_mesh("cpu", (4,))
+        module = nn.Linear(8, 8, bias=False)
+        module.weight = nn.Parameter(DTensor.from_local(torch.zeros(2, 8), mesh, [Shard(0)]))
+        module.weight.grad = DTensor.from_local(torch.zeros(2, 8), mesh, [Shard(0)])
+        counted = persistent_bytes(module, [])
+    finally:
+        dist.destroy_process_group()
+    assert module.weight.numel() == 64
+    assert (counted.weights, counted.gradients, counted.parameters) == (64, 64, 16)
+
+
+def test_only_what_is_on_the_device_counts_if_one_is_named() -> None:
+    module, optimizer = trained(torch.float32, AdamW)
+    assert persistent_bytes(module, [optimizer], device=torch.device("cpu")) == persistent_bytes(module, [optimizer])
+    elsewhere = persistent_bytes(module, [optimizer], device=torch.device("cuda", 0))
+    assert (elsewhere.total, elsewhere.buffers) == (0, 0)
+
+
+def test_step_counters_are_the_single_numbers_that_do_not_have_their_parameters_shape() -> None:
+    module = nn.Linear(3, 1)  # the bias and its moments are single numbers, too
+    optimizer = AdamW(module.parameters())
+    module(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    assert step_counter_bytes([optimizer]) == 2 * 4
+    assert persistent_bytes(module, [optimizer]).total - step_counter_bytes([optimizer]) == 16 * 4
+
+
+class TestGradientWatch:
+    """Gradients as backward makes them."""
+
+    def halves(self) -> tuple[nn.Module, Tensor]:
+        module = nn.Linear(10, 10, bias=False).to(torch.bfloat16)
+        module.weight.grad_dtype = None
+        return module, torch.ones(1, 10, dtype=torch.bfloat16)
+
+    def test_a_gradient_counts_in_the_dtype_that_autograd_gave_it(self) -> None:
+        module, x = self.halves()
+        watch = GradientWatch(module)
+        assert watch.bytes() is None, "there is none yet, which is not the same as none of any size"
+        module(x).sum().backward()
+        module.weight.grad = module.weight.grad.float()  # type: ignore[union-attr]
+        assert watch.bytes() == 200
+        assert persistent_bytes(module, []).gradients == 400
+
+    def test_a_sum_in_fp32_counts_as_such(self) -> None:
+        module, x = self.halves()
+        watch = GradientWatch(module)
+        for _ in range(2):
+            watch.before_backward()
+            module(x).sum().backward()
+            module.weight.grad = module.weight.grad.float()  # type: ignore[union-attr]
+        assert watch.bytes() == 400
+
+    def test_a_sum_that_is_taken_away_during_backward_counts_from_before(self) -> None:
+        module, x = self.halves()
+        module.weight.grad = torch.zeros(10, 10)
+        watch = GradientWatch(module)
+        watch.before_backward()
+        module.weight.grad = None
+        module(x).sum().backward()
+        assert watch.bytes() == 400
+
+    def test_a_gradient_counts_even_if_it_was_cleared_since(self) -> None:
+        module, x = self.halves()
+        watch = GradientWatch(module)
+        module(x).sum().backward()
+        module.zero_grad()
+        assert watch.bytes() == 200
+
+    def test_tied_and_frozen_parameters_and_sparse_gradients(self) -> None:
+        module = nn.ModuleDict({"a": nn.Embedding(6, 4, sparse=True), "b": nn.Linear(4, 4), "c": nn.Linear(4, 4, bias=False)})
+        module["c"].weight = module["b"].weight
+        module["b"].bias.requires_grad_(False)
+        watch = GradientWatch(module)
+        module["c"](module["b"](module["a"](torch.tensor([1, 1])))).sum().backward()
+        assert watch.bytes() == 16 * 4 + (2 * 8 + 2 * 4 * 4)
+
+    def test_only_parameters_on_the_device_count_if_one_is_named(self) -> None:
+        module, x = self.halves()
+        watch = GradientWatch(module)
+        module(x).sum().backward()
+        assert watch.bytes(torch.device("cpu")) == 200
+        assert watch.bytes(torch.device("cuda", 0)) is None
+
+    def test_removing_it_leaves_no_hook(self) -> None:
+        module, x = self.halves()
+        watch = GradientWatch(module)
+        watch.remove()
+        assert not module.weight._post_accumulate_grad_hooks
+        module(x).sum().backward()
+        module.zero_grad()
+        assert watch.bytes() is None
