@@ -54,6 +54,22 @@ def may_edit_gradients(module: Module, trainer: pl.Trainer | None) -> bool:
     )
 
 
+def may_use_old_gradients(module: Module, trainer: pl.Trainer | None) -> bool:
+    """Whether the gradients of a finished step may be of use during the next forward, after which Lightning clears them.
+
+    That is so in manual optimization, and where ``optimizer_zero_grad`` or ``on_before_zero_grad`` is overridden. That a
+    ``training_step`` reads them is not looked for.
+    """
+    if trainer is None or not isinstance(module, pl.LightningModule):
+        return True
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    return (
+        not module.automatic_optimization
+        or any(is_overridden(hook, module) for hook in ("optimizer_zero_grad", "on_before_zero_grad"))
+        or any(type(callback).on_before_zero_grad is not pl.Callback.on_before_zero_grad for callback in callbacks)
+    )
+
+
 def may_edit_between_steps(module: Module, trainer: pl.Trainer | None) -> bool:
     """Whether there is code that could write to parameters between steps.
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from typing import Any, Literal, cast, get_args
 
 import lightning.pytorch as pl
@@ -34,7 +35,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_mp.averaging import AverageInFp32
 from lightning_mp.cost.devices import bf16_support, check_bf16, check_fp16
-from lightning_mp.edits import may_edit_between_steps, may_edit_gradients
+from lightning_mp.edits import may_edit_between_steps, may_edit_gradients, may_use_old_gradients
 from lightning_mp.gradients import Fp32Reducer, accumulate_in_fp32, clip_by_norm_
 from lightning_mp.masters import BF16, FP16, SHORT_NAMES, Masters, Storage
 from lightning_mp.module import (
@@ -209,6 +210,7 @@ class MasterWeightPrecision(Precision):
         self._handles: list[RemovableHandle | AverageInFp32 | StepwiseSchedulers] = []
         self._alone: list[Any] = []  # 16-bit parameters whose gradients DistributedDataParallel does not reduce
         self._window_is_open = False  # gradients of a backward wait for their step
+        self._clears_gradients = False  # before forward
         self._reducer: Fp32Reducer | None = None
         self._backends_before: list[tuple[Any, str, Any]] = []
         self._last_full_copies: list[str] = []  # of the run before, which may be saved yet
@@ -235,6 +237,17 @@ class MasterWeightPrecision(Precision):
         settings = {**self.__getstate__(), "fp32_modules": [getattr(e, "__qualname__", e) for e in self.fp32_modules]}
         precision = settings.pop("precision")
         return f"{type(self).__name__}({precision!r}, {', '.join(f'{k}={v!r}' for k, v in settings.items())})"
+
+    def settings(self) -> dict[str, Any]:
+        """The settings in strings, numbers and plain containers, for a run's config; ``auto`` as it was resolved."""
+        modules = [entry if isinstance(entry, str) else entry.__qualname__ for entry in self.fp32_modules]
+        scale = self._initial_loss_scale or self._scaling.scale
+        return {
+            **self.__getstate__(),
+            "precision": str(self.precision),
+            "fp32_modules": modules,
+            "loss_scale": {"kind": scale.kind, **{f.name: getattr(scale, f.name) for f in fields(scale) if f.init}},  # type: ignore[arg-type]
+        }
 
     # --- before training -----------------------------------------------------------------------------------------------
 
@@ -324,6 +337,8 @@ class MasterWeightPrecision(Precision):
         module = self._module
         if module is None or not self._is_fitting:
             return
+        plain = all(type(optimizer).zero_grad is Optimizer.zero_grad for optimizer in optimizers)
+        self._clears_gradients = self.has_masters and plain and not may_use_old_gradients(module, self._trainer)
         self._scaling.connect(module, optimizers, may_edit_gradients(module, self._trainer))
         stepwise = [config.scheduler for config in lr_schedulers if config.interval == "step"]
         if self._scaling.checks and stepwise and isinstance(module, pl.LightningModule):
@@ -429,8 +444,17 @@ class MasterWeightPrecision(Precision):
 
     @contextmanager
     def train_step_context(self) -> Generator[None, None, None]:
-        """The context of ``training_step``. Edits since the last step become part of the masters as it is entered."""
+        """The context of ``training_step``. Edits since the last step become part of the masters as it is entered.
+
+        In automatic optimization Lightning clears the gradients of the last step after the next forward. They would take memory
+        while activations fill it, so they are cleared here, unless somebody may want them until then.
+        """
         self._masters.drop_guards()
+        if self._clears_gradients and not self._window_is_open:
+            for optimizer in self._trainer.optimizers:
+                for group in optimizer.param_groups:
+                    for param in group["params"]:
+                        param.grad = None
         with self.forward_context():
             yield
 

@@ -198,3 +198,55 @@ def test_guards_are_gone_while_gradients_are_alive():
     trainer.fit(Net(), DataLoader(TensorDataset(torch.randn(4, 64), torch.randn(4, 1)), batch_size=2))
     assert all(guard is None for guard in alive["step"])
     assert all(guard is not None for guard in alive["between"])
+
+
+# --- gradients do not outlive their step -------------------------------------------------------------------------------------
+
+
+class Looks(Net):
+    """Looks in training_step whether there are gradients of the step before."""
+
+    def __init__(self):
+        super().__init__()
+        self.had_gradients = []
+
+    def training_step(self, batch, batch_idx):
+        self.had_gradients.append(any(param.grad is not None for param in self.parameters()))
+        return super().training_step(batch, batch_idx)
+
+
+def had_gradients(precision, module, accumulate=1, callbacks=()):
+    trainer = L.Trainer(
+        plugins=[MasterWeightPrecision(precision)], max_epochs=1, accumulate_grad_batches=accumulate, callbacks=list(callbacks),
+        accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(module, DataLoader(TensorDataset(torch.randn(8, 64), torch.randn(8, 1)), batch_size=2))
+    return module.had_gradients
+
+
+@pytest.mark.parametrize("precision", ["bf16-master", "16-master"])
+def test_gradients_of_a_finished_step_take_no_memory_in_the_next_forward(precision):
+    assert had_gradients(precision, Looks()) == [False] * 4
+    assert had_gradients("32-true", Looks()) == [False, True, True, True]  # Lightning clears them later
+
+
+def test_gradients_of_an_open_window_stay():
+    assert had_gradients("bf16-master", Looks(), accumulate=2) == [False, True, False, True]
+
+
+def test_gradients_stay_for_those_who_may_want_them():
+    class Own(Looks):
+        def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
+            optimizer.zero_grad()
+
+    class Sees(L.Callback):
+        def __init__(self):
+            self.norms = []
+
+        def on_before_zero_grad(self, trainer, module, optimizer):
+            self.norms += [param.grad.norm().item() for param in module.body.parameters() if param.grad is not None]
+
+    sees = Sees()
+    assert had_gradients("bf16-master", Own()) == [False, True, True, True]
+    assert had_gradients("bf16-master", Looks(), callbacks=[sees]) == [False, True, True, True]
+    assert len(sees.norms) == 6

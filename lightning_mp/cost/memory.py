@@ -42,7 +42,9 @@ from torch.utils.hooks import RemovableHandle
 from lightning_mp.cost.allocator import highest_before_resets
 
 #: Device and address of a storage.
-StorageKey = tuple[str, int]
+StorageKey = tuple[torch.device, int]
+#: Tensors that need no look inside, if they are dense.
+PLAIN = (Tensor, nn.Parameter)
 
 
 @dataclass(frozen=True)
@@ -241,11 +243,11 @@ def unseen_bytes(values: Iterable[Any], seen: set[StorageKey], device: torch.dev
     """
     total = 0
     for value in values:
-        for tensor in tensors_in(value):
+        for tensor in (value,) if type(value) in PLAIN and value.layout is torch.strided else tensors_in(value):
             if device is not None and tensor.device != device:
                 continue
             storage = tensor.untyped_storage()
-            key = (str(tensor.device), storage.data_ptr())
+            key = (tensor.device, storage.data_ptr())
             # a storage without an address (empty, or on the meta device) holds no memory
             if key[1] and key not in seen:
                 seen.add(key)
