@@ -11,6 +11,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lightning_mp.callbacks.gradients import GradientRangeMonitor as GradientRangeMonitor
     from lightning_mp.callbacks.loss_scale import LossScaleMonitor as LossScaleMonitor
+    from lightning_mp.callbacks.memory import MemoryMonitor as MemoryMonitor
+    from lightning_mp.callbacks.monitors import monitors as monitors
+    from lightning_mp.callbacks.speed import SpeedMonitor as SpeedMonitor
     from lightning_mp.numerics.loss_scale import AdaptiveLossScale as AdaptiveLossScale
     from lightning_mp.numerics.loss_scale import DynamicLossScale as DynamicLossScale
     from lightning_mp.numerics.loss_scale import NoLossScale as NoLossScale
@@ -26,9 +29,12 @@ _PUBLIC = {
     "GradientRangeMonitor": "lightning_mp.callbacks.gradients",
     "LossScaleMonitor": "lightning_mp.callbacks.loss_scale",
     "MasterWeightPrecision": "lightning_mp.plugin",
+    "MemoryMonitor": "lightning_mp.callbacks.memory",
     "NoLossScale": "lightning_mp.numerics.loss_scale",
+    "SpeedMonitor": "lightning_mp.callbacks.speed",
     "StaticLossScale": "lightning_mp.numerics.loss_scale",
     "Trainer": "lightning_mp.trainer",
+    "monitors": "lightning_mp.callbacks.monitors",
 }
 __all__ = [
     "AdaptiveLossScale",
@@ -36,10 +42,13 @@ __all__ = [
     "GradientRangeMonitor",
     "LossScaleMonitor",
     "MasterWeightPrecision",
+    "MemoryMonitor",
     "NoLossScale",
+    "SpeedMonitor",
     "StaticLossScale",
     "Trainer",
     "__version__",
+    "monitors",
 ]
 
 

@@ -157,6 +157,22 @@ class MixedPrecisionCLI(LightningCLI):
             }
         )
 
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Add `--monitors.*`: the usual monitors, which every `fit` has unless they are switched off."""
+        parser.add_function_arguments(lightning_mp.monitors, "monitors")
+
+    def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Callback]) -> Trainer:
+        given = config.get("callbacks") or []
+        given = list(given) if isinstance(given, list) else [given]
+        kinds = {type(callback) for callback in given}
+        ours = [monitor for monitor in self.monitors() if type(monitor) not in kinds]
+        # first, so that their clock does not run while other callbacks work
+        return super()._instantiate_trainer({**config, "callbacks": [*ours, *given]}, callbacks)
+
+    def monitors(self) -> list[Callback]:
+        """The monitors that the configuration asks for."""
+        return lightning_mp.monitors(**self._get(self.config_init, "monitors"))
+
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Parse, and remember which values the user gave."""
         self.config = parser.parse_args(args)
@@ -451,6 +467,10 @@ class _WorkerCLI(MixedPrecisionCLI):
 
     def check_precision(self) -> None:
         """Accept anything: it is replaced."""
+
+    def monitors(self) -> list[Callback]:
+        """None: the recorder measures, and nothing is to disturb it."""
+        return []
 
     def before_instantiate_classes(self) -> None:
         """Put the candidate's precision in, and the configuration's loggers out."""

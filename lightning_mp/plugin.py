@@ -16,6 +16,7 @@ import logging
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
+from difflib import get_close_matches
 from typing import Any, Literal, cast, get_args
 
 import lightning.pytorch as pl
@@ -210,6 +211,7 @@ class MasterWeightPrecision(Precision):
         self._handles: list[RemovableHandle | AverageInFp32 | StepwiseSchedulers] = []
         self._alone: list[Any] = []  # 16-bit parameters whose gradients DistributedDataParallel does not reduce
         self._window_is_open = False  # gradients of a backward wait for their step
+        self._is_stepping = False
         self._clears_gradients = False  # before forward
         self._reducer: Fp32Reducer | None = None
         self._backends_before: list[tuple[Any, str, Any]] = []
@@ -246,7 +248,7 @@ class MasterWeightPrecision(Precision):
             **self.__getstate__(),
             "precision": str(self.precision),
             "fp32_modules": modules,
-            "loss_scale": {"kind": scale.kind, **{f.name: getattr(scale, f.name) for f in fields(scale) if f.init}},  # type: ignore[arg-type]
+            "loss_scale": _scaler_settings(scale),
         }
 
     # --- before training -----------------------------------------------------------------------------------------------
@@ -337,6 +339,12 @@ class MasterWeightPrecision(Precision):
         module = self._module
         if module is None or not self._is_fitting:
             return
+        if self.has_masters or self._scaling.checks:
+            self._handles += [
+                optimizer.register_step_pre_hook(self._refuse_direct_step)
+                for optimizer in optimizers
+                if hasattr(optimizer, "_optimizer_step_pre_hooks")  # a wrapper may not have run Optimizer.__init__
+            ]
         plain = all(type(optimizer).zero_grad is Optimizer.zero_grad for optimizer in optimizers)
         self._clears_gradients = self.has_masters and plain and not may_use_old_gradients(module, self._trainer)
         self._scaling.connect(module, optimizers, may_edit_gradients(module, self._trainer))
@@ -507,13 +515,25 @@ class MasterWeightPrecision(Precision):
         With a loss scale or ``skip_nonfinite``, the step ends after the closure if gradients are not finite.
         """
         unwrapped = cast(Optimizer, optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer)
-        if self._scaling.checks:
-            result = self._checked_step(unwrapped, model, closure, kwargs)
-        else:
-            result = self._step(unwrapped, model, closure, kwargs)
-            self._scaling.count_applied(unwrapped)
+        self._is_stepping = True
+        try:
+            if self._scaling.checks:
+                result = self._checked_step(unwrapped, model, closure, kwargs)
+            else:
+                result = self._step(unwrapped, model, closure, kwargs)
+                self._scaling.count_applied(unwrapped)
+        finally:
+            self._is_stepping = False
         self._window_is_open = False
         return result
+
+    def _refuse_direct_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if not self._is_stepping:
+            raise MisconfigurationException(
+                f"{type(optimizer).__qualname__}.step() was called on the bare torch optimizer, past the precision plugin."
+                f" Under {self.precision!r} the plugin has to put masters in and to check gradients. In manual optimization,"
+                " step what self.optimizers() returns."
+            )
 
     def _step(self, optimizer: Optimizer, model: pl.LightningModule, closure: Callable[[], Any], kwargs: dict[str, Any]) -> Any:
         if not len(self._masters):
@@ -748,7 +768,16 @@ class MasterWeightPrecision(Precision):
         saved = checkpoint.get(CHECKPOINT_KEY, {}).get("loss_scaling")
         stock = checkpoint.get("MixedPrecision", {}).get("scale")  # Lightning's own 16-mixed: the state of torch's GradScaler
         if saved is not None:
+            before = self.settings()["loss_scale"]
             self._scaling.load_state_dict(saved)
+            after = _scaler_settings(self._scaling.scale)
+            replaced = {key: value for key, value in after.items() if key in before and before[key] != value}
+            if replaced and before["kind"] == after["kind"]:
+                rank_zero_info(
+                    f"Settings of the loss scale are those of the checkpoint: {replaced}, where the plugin was given"
+                    f" { ({key: before[key] for key in replaced}) }. To change them, set trainer.precision_plugin.loss_scale in"
+                    " on_train_start."
+                )
         elif stock is not None and self._scaling.is_active:
             self._scaling.scale = self._scaling.scale.with_scale(stock)
             rank_zero_info(f"The loss scale goes on at {stock:g}, from a checkpoint of Lightning's '16-mixed'.")
@@ -787,6 +816,10 @@ def check_optimizer(optimizer: Optimizer) -> None:
         )
 
 
+def _scaler_settings(scale: LossScale) -> dict[str, Any]:
+    return {"kind": scale.kind, **{f.name: getattr(scale, f.name) for f in fields(scale) if f.init}}  # type: ignore[arg-type]
+
+
 def _make_loss_scale(value: LossScale | float | str) -> LossScale:
     try:
         return make_loss_scale(value)
@@ -798,6 +831,8 @@ def _check_choice(name: str, value: object, legal: tuple[str, ...]) -> None:
     if value in legal:
         return
     hint = ""
+    if name == "precision" and (close := get_close_matches(str(value).replace("_", "-").lower(), legal, n=1, cutoff=0.75)):
+        hint = f" Did you mean {close[0]!r}?"
     if name == "precision" and value in ("bf16", "16", "fp16"):
         hint = " '*-master' has 16-bit parameters with fp32 masters, '*-mixed' fp32 parameters under autocast."
     if name == "precision" and value in ("bf16-true", "16-true", "64-true"):

@@ -41,7 +41,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import TensorWeakRef
 
 from lightning_mp.gradients import LOW, scale_, unscale_
-from lightning_mp.numerics.loss_scale import LossScale, NoLossScale
+from lightning_mp.numerics.loss_scale import AdaptiveLossScale, DynamicLossScale, LossScale, NoLossScale, StaticLossScale
 from lightning_mp.swap import nested_optimizers, requires_closure
 
 FP16_MAX = 65504.0
@@ -114,7 +114,7 @@ class LossScaling:
         self._consecutive_skips: dict[int, int] = {}  # by the optimizer's position
         self._overflowed_at_floor: set[int] = set()  # positions, since the last applied step
         self._history: deque[float] = deque(maxlen=12)
-        self._fp16_loss_reported = False
+        self._fp16_loss_reported = self._unscaled_reported = False
         self._round = _Round()
         self._module: Module | None = None
         self._optimizers: list[Optimizer] = []
@@ -271,6 +271,12 @@ class LossScaling:
         if not with_gradient and not _is_distributed():
             return True
         round_ = self._round
+        if self.is_active and not round_.losses and not self._unscaled_reported:
+            self._unscaled_reported = True
+            rank_zero_warn(
+                "An optimizer steps on gradients that no manual_backward made, so that the loss was not scaled, and small"
+                " gradients may be lost. Call self.manual_backward(loss), not loss.backward()."
+            )
         unmeasured = self._unmeasured(with_gradient)
         if round_.measured is None:
             round_.measured, is_suspect = self._measure(unmeasured)
@@ -381,30 +387,41 @@ class LossScaling:
             raise FloatingPointError(self._why_it_stops(names, measured, in_row))
         if in_row & (in_row - 1) == 0:  # the first, second, fourth, ... in a row
             say = rank_zero_warn if in_row >= 8 else rank_zero_info
+            scale = f" at loss scale {self.gradient_scale:g}; the next is {self.scale.scale:g}" if self.is_active else ""
             say(
-                f"Optimizer step skipped, {in_row} in a row: {reason} at loss scale {self.gradient_scale:g}; the next is"
-                f" {self.scale.scale:g}. {self.skipped_steps} skipped and {self.applied_steps} applied so far."
+                f"Optimizer step skipped, {in_row} in a row: {reason}{scale}. {self.skipped_steps} skipped and"
+                f" {self.applied_steps} applied so far."
             )
 
     def _why_it_stops(self, names: list[str], measured: Measured, in_row: int) -> str:
         shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
         history = " ".join(f"{scale:g}" for scale in self._history)
-        what = (
-            f"{in_row} optimizer steps in a row were skipped; the loss scale is {self.gradient_scale:g} (of late: {history})."
-            f" First parameters with non-finite gradients, in the order of backward: {shown or 'none'}."
-        )
+        scale = f"; the loss scale is {self.gradient_scale:g} (of late: {history})" if self.is_active else ""
+        fp16 = " keep the modules concerned in fp32 with fp32_modules, or use 'bf16-master', which has fp32's range;"
         if not measured.loss_is_finite:
-            return (
-                f"{what} The loss itself was not finite, so this is not a matter of loss scaling: look for NaN in the data, a"
-                " division by zero or a logarithm of zero, or lower the learning rate."
+            what = "The loss itself was not finite, so this is not a matter of loss scaling"
+            cause = " activations beyond 65504 are infinite in fp16:" + fp16 if self.is_fp16 else ""
+            remedy = f"{cause} look for NaN in the data, a division by zero or a logarithm of zero; lower the learning rate."
+        elif self._all_nan():
+            what = "The loss was finite, and gradients are NaN, not infinite, which no scale cures"
+            remedy = " look for a square root or norm of zero, or 0/0, in the module named first; lower the learning rate."
+        else:
+            what = "The loss was finite"
+            smaller = (
+                " allow a smaller scale (min_scale);" if isinstance(self._scale, DynamicLossScale | AdaptiveLossScale) else ""
             )
-        if not self.is_active:
-            return f"{what} The loss was finite. Lower the learning rate, clip gradients, or use '32-true' to find the cause."
+            smaller = " use loss_scale='adaptive';" if isinstance(self._scale, StaticLossScale | NoLossScale) else smaller
+            remedy = f"{fp16 + smaller if self.is_fp16 else ''} lower the learning rate, or the size of the loss."
         return (
-            f"{what} The loss was finite. Lower the learning rate; keep the modules named above in fp32 with fp32_modules; use"
-            " 'bf16-master', which needs no scale; or allow a smaller scale (min_scale) or more skips (max_consecutive_skips)."
-            " Weights, optimizer state and saved checkpoints are as after the last applied step."
+            f"{in_row} optimizer steps in a row were skipped{scale}. First parameters with non-finite gradients, in the order"
+            f" of backward: {shown or 'none'}. {what}:{remedy} Raise max_consecutive_skips to go on for longer. Weights,"
+            " optimizer state and saved checkpoints are as after the last applied step."
         )
+
+    def _all_nan(self) -> bool:
+        """Whether gradients that are not finite are NaN and none is infinite. One device-to-host sync for each."""
+        grads = [param.grad for key, (_, param) in self._named.items() if key in self._overflowed and param.grad is not None]
+        return bool(grads) and not any(torch.isinf(grad._values() if grad.is_sparse else grad).any() for grad in grads)
 
     # --- checkpoints -------------------------------------------------------------------------------------------------------
 

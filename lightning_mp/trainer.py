@@ -51,6 +51,11 @@ class Trainer(pl.Trainer):
                 " precision out (in a config: precision: null)."
             )
         if precision_plugin is not None:
+            if not isinstance(precision_plugin, str | Precision):
+                raise ValueError(
+                    f"Trainer(precision_plugin={precision_plugin!r}) must be one of {', '.join(map(repr, PRECISIONS))}, or a"
+                    " precision plugin."
+                )
             if isinstance(precision_plugin, str):
                 try:
                     precision_plugin = MasterWeightPrecision(precision_plugin)  # type: ignore[arg-type]

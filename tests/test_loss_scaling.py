@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop, SparseAdam
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau
 
-from lightning_mp import AdaptiveLossScale, DynamicLossScale, MasterWeightPrecision, StaticLossScale
-from tests.modules import PLAIN_SGD, UNIT_SGD, M, assert_same, quiet_trainer, random_rows, values
+from lightning_mp import AdaptiveLossScale, DynamicLossScale, MasterWeightPrecision, StaticLossScale, Trainer
+from tests.modules import PLAIN_SGD, QUIET, UNIT_SGD, M, assert_same, quiet_trainer, random_rows, values
 from tests.reference import fp32_run, same_bits
 
 pytestmark = pytest.mark.usefixtures("seeded")
@@ -2253,3 +2253,97 @@ def test_validation_between_steps_and_after_the_fit_changes_neither_scale_nor_co
     quiet_trainer(plugin).validate(module, verbose=False)
     assert plugin.loss_scale == after_fit
     assert plugin.applied_steps == 5
+
+
+# --- what a newcomer meets --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", ["16-mixed", "16-master", "bf16-master"])
+def test_a_step_of_the_bare_torch_optimizer_is_refused_with_the_remedy(precision):
+    class Bare(ManualRows):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+            self.manual_backward(self.loss(batch))
+            self.optimizers(use_pl_optimizer=False).step()  # type: ignore[union-attr]
+
+    module = Bare(torch.ones(2, 2))
+    before = values(module)
+    with pytest.raises(MisconfigurationException, match=r"bare torch optimizer.*self\.optimizers\(\)"):
+        fit(module, MasterWeightPrecision(precision))
+    assert_same(module.parameters(), before)
+
+
+def test_a_step_of_the_bare_torch_optimizer_is_nobodys_business_without_masters_and_checks():
+    class Bare(ManualRows):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+            self.manual_backward(self.loss(batch))
+            self.optimizers(use_pl_optimizer=False).step()  # type: ignore[union-attr]
+
+    fit(Bare(torch.ones(2, 2)), MasterWeightPrecision("32-true"))
+
+
+@both
+def test_a_backward_that_passes_the_plugin_by_is_reported_once(precision, said):
+    class Direct(ManualRows):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+            optimizer: Any = self.optimizers()
+            optimizer.zero_grad()
+            self.loss(batch).backward()
+            optimizer.step()
+
+    rows = torch.tensor([[1.0, 0.5], [0.125, -4.0]])
+    module = Direct(rows)
+    before = values(module)
+    fit(module, plugin_of(precision, 64))
+    assert said.count("self.manual_backward(loss), not loss.backward()") == 1
+    assert_same(module.parameters(), replay(before, rows))
+
+
+@both
+def test_the_error_tells_nan_gradients_from_infinite_ones_and_what_fits_the_scaler(precision):
+    def error(factor: float, **settings: Any) -> str:
+        module = Rows(torch.ones(9, 2))
+        module.layer.weight.register_hook(lambda grad: grad * factor)
+        with pytest.raises(FloatingPointError) as caught:
+            fit(module, MasterWeightPrecision(precision, max_consecutive_skips=3, **settings))
+        return str(caught.value)
+
+    assert "no scale cures" in error(math.nan)
+    assert "square root" in error(math.nan)
+    infinite = error(math.inf)
+    assert "no scale cures" not in infinite
+    assert "min_scale" in infinite
+    static = error(math.inf, loss_scale=4.0)
+    assert "min_scale" not in static
+    assert "'adaptive'" in static
+    assert "loss scale is" not in error(math.inf, loss_scale="none")
+
+
+@both
+def test_the_error_for_a_loss_that_is_not_finite_names_fp16_as_a_cause(precision):
+    class Beyond(Rows):
+        def loss(self, batch: list[Tensor]) -> Tensor:
+            return super().loss(batch) * math.inf
+
+    with pytest.raises(FloatingPointError, match=r"loss itself was not finite.*65504.*fp32_modules.*NaN in the data"):
+        fit(Beyond(torch.ones(9, 2)), MasterWeightPrecision(precision, max_consecutive_skips=3))
+
+
+def test_a_name_that_is_nearly_right_is_guessed_and_another_type_is_refused():
+    for name, meant in (("16-masters", "16-master"), ("16_master", "16-master"), ("BF16-Mixed", "bf16-mixed")):
+        with pytest.raises(ValueError, match=f"Did you mean '{meant}'"):
+            MasterWeightPrecision(name)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"precision_plugin=16.*'16-master'"):
+        Trainer(precision_plugin=16, **QUIET)  # type: ignore[arg-type]
+
+
+def test_scaler_settings_that_a_checkpoint_replaces_are_said(tmp_path, said):
+    plugin = plugin_of("16-master", DynamicLossScale(growth_interval=7))
+    module = Rows(torch.ones(2, 2))
+    fit(module, plugin)
+    path = tmp_path / "last.ckpt"
+    module.trainer.save_checkpoint(path)
+    again = plugin_of("16-master", DynamicLossScale(growth_interval=5))
+    trainer = Trainer(precision_plugin=again, **{**QUIET, "max_epochs": 2})
+    trainer.fit(Rows(torch.ones(2, 2)), ckpt_path=path)
+    assert "growth_interval': 7|growth_interval': 5|precision_plugin.loss_scale" in said
+    assert again.loss_scale.growth_interval == 7

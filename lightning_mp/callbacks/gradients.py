@@ -30,7 +30,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
@@ -38,7 +38,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_mp.callbacks.loss_scale import grad_scaler
-from lightning_mp.callbacks.publish import log_histogram, publish
+from lightning_mp.callbacks.publish import Monitor, publish, publish_histogram
 from lightning_mp.numerics.formats import (
     BF16,
     FP16,
@@ -93,7 +93,7 @@ class ExponentHistogram:
         return np.repeat(self.edges[:-1], repeats) + within
 
 
-class GradientRangeMonitor(Callback):
+class GradientRangeMonitor(Monitor):
     """Samples the range of gradients and the updates that 16-bit weights would have lost.
 
     ==============================================  =====================================================================
@@ -208,9 +208,7 @@ class GradientRangeMonitor(Callback):
                     step.items.append(self._measure(plugin, step, name, param))
         self._pending.append(step)
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any) -> None:
         """Measure the updates and publish the sample. One device-to-host sync if a sample was taken, else nothing."""
         if not self._has_stepped:
             return  # still accumulating, or the step was skipped
@@ -299,7 +297,7 @@ class GradientRangeMonitor(Callback):
             scale=steps[-1].scale,
         )
         if self.exponents.counts.any():
-            log_histogram(trainer, f"{PREFIX}/exponents", self.exponents.values())
+            publish_histogram(trainer, f"{PREFIX}/exponents", self.exponents.values())
         if stalled != self.stalled:
             self.stalled = stalled
             rank_zero_info(_stall_message(stalled, trainer.global_step, self.stall_fraction))
@@ -435,8 +433,9 @@ def _stall_message(stalled: Sequence[str], step: int, stall_fraction: float) -> 
     if not stalled:
         return f"Step {step}: no parameter is stalled any more."
     more = f" and {len(stalled) - 5} more" if len(stalled) > 5 else ""
+    are = "parameter is" if len(stalled) == 1 else "parameters are"
     return (
-        f"Step {step}: {len(stalled)} parameters are stalled: {', '.join(stalled[:5])}{more}. Their whole gradient is zero, or"
+        f"Step {step}: {len(stalled)} {are} stalled: {', '.join(stalled[:5])}{more}. Their whole gradient is zero, or"
         f" at least {stall_fraction:.0%} of their updates are too small for the parameter's own format; only fp32 masters keep"
         " those."
     )

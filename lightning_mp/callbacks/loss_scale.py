@@ -11,17 +11,17 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.optim import Optimizer
 
-from lightning_mp.callbacks.publish import is_logging_step, publish, update_summary
+from lightning_mp.callbacks.publish import Monitor, alert, is_logging_step, publish, update_summary
 
 PREFIX = "loss_scale"
 COUNTS = ("skipped_steps", "applied_steps", "nonfinite_losses")
 
 
-class LossScaleMonitor(Callback):
+class LossScaleMonitor(Monitor):
     """Logs the loss scale and the fate of each optimizer step.
 
     ===============================  ====================================================================================
@@ -61,6 +61,7 @@ class LossScaleMonitor(Callback):
     def _reset(self) -> None:
         self._attempts: int | None = None
         self._last_overflow: str | None = None
+        self._is_at_floor = False
         self._log2_before_step: float | None = None  # under a stock GradScaler
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -82,9 +83,7 @@ class LossScaleMonitor(Callback):
         if self._log2_before_step is None and (scaler := grad_scaler(trainer.precision_plugin)) and is_logging_step(trainer):
             self._log2_before_step = _log2(scaler.get_scale())
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any) -> None:
         """Publish the values if an optimizer step was attempted in this batch."""
         plugin = trainer.precision_plugin
         if self._log2_before_step is not None:
@@ -96,6 +95,19 @@ class LossScaleMonitor(Callback):
         self._attempts = attempts
         publish(trainer, _readings(plugin), to_loggers=is_logging_step(trainer))
         self._report_overflow(trainer)
+        self._alert_at_floor(trainer)
+
+    def _alert_at_floor(self, trainer: Trainer) -> None:
+        scale: Any = getattr(trainer.precision_plugin, "loss_scale", None)
+        is_at_floor = bool(getattr(scale, "is_at_floor", False))
+        if is_at_floor and not self._is_at_floor:
+            alert(
+                trainer,
+                "The loss scale is at its minimum",
+                f"Gradients overflowed until the loss scale fell to {scale.scale:g}, its minimum. If they go on to, training"
+                " stops. Lower the learning rate, or keep modules in fp32 with fp32_modules.",
+            )
+        self._is_at_floor = is_at_floor
 
     def _report_overflow(self, trainer: Trainer) -> None:
         """Say where the last overflow began, if that is news."""

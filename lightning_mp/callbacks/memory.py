@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.memory import is_oom_error
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_mp.callbacks.fingerprint import leaves
-from lightning_mp.callbacks.publish import is_logging_step, publish
+from lightning_mp.callbacks.publish import Monitor, alert, is_logging_step, publish
 from lightning_mp.cost.activations import saved_bytes
 from lightning_mp.cost.allocator import PeakReader, device_bytes
 from lightning_mp.cost.memory import (
@@ -67,7 +67,7 @@ class _Step:
     gradients_at_step: int | None = None
 
 
-class MemoryMonitor(Callback):
+class MemoryMonitor(Monitor):
     """Logs peak memory and its parts, in GiB (2^30 bytes).
 
     ================================  ===================================================================================
@@ -129,8 +129,7 @@ class MemoryMonitor(Callback):
     two are the same.
 
     Example:
-        >>> from lightning_mp import Trainer
-        >>> from lightning_mp.callbacks.memory import MemoryMonitor
+        >>> from lightning_mp import MemoryMonitor, Trainer
         >>> trainer = Trainer(
         ...     precision_plugin="bf16-master", callbacks=[MemoryMonitor()], accelerator="cpu", logger=False,
         ...     enable_checkpointing=False,
@@ -208,9 +207,7 @@ class MemoryMonitor(Callback):
             gradients = (param.grad for param in pl_module.parameters() if param.grad is not None)
             self._step.gradients_at_step = _max(self._step.gradients_at_step, unseen_bytes(gradients, set()))
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any) -> None:
         """Make a row if the step is to be logged and is complete."""
         if self._step_hooks and len(self._stepped) == len(trainer.optimizers):
             self._remove_step_hooks()
@@ -226,7 +223,7 @@ class MemoryMonitor(Callback):
         if rank is not None:
             values[f"{PREFIX}/peak_rank"] = float(rank)
         publish(trainer, values)
-        self._warn_if_near_limit(measured, rank)
+        self._warn_if_near_limit(trainer, measured, rank)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Let go of the module."""
@@ -332,16 +329,18 @@ class MemoryMonitor(Callback):
         beyond = peak - counted.total - counted.buffers
         return beyond if beyond >= 0 else None  # somebody else has reset the counter
 
-    def _warn_if_near_limit(self, measured: Bytes, rank: int | None) -> None:
+    def _warn_if_near_limit(self, trainer: Trainer, measured: Bytes, rank: int | None) -> None:
         peak = measured.get("peak", measured.get("run_peak"))
         if self._has_warned or peak is None or self._device_bytes is None or peak <= self.warn_fraction * self._device_bytes:
             return
         self._has_warned = True
         where = "" if rank is None else f" on rank {rank}"
-        rank_zero_warn(
+        text = (
             f"Peak memory{where} is {peak / self._device_bytes:.1%} of the device's {self._device_bytes / GIB:.2f} GiB:"
             f" {_describe(measured, None)}. {_remedy(measured)}"
         )
+        rank_zero_warn(text)
+        alert(trainer, "Memory is near the device's limit", text)
 
 
 def _parts(counted: PersistentBytes) -> Bytes:

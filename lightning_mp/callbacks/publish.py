@@ -1,20 +1,74 @@
-"""How a callback makes its numbers known: to the loggers, and in ``trainer.callback_metrics``.
+"""How a callback makes its numbers known: to the loggers, in ``trainer.callback_metrics``, and in the progress bar.
 
 ``LightningModule.log`` alone would not do. It repeats a value that was logged once in every later row of the epoch, so that a
 number that is sampled, or unknown for a while, would look as if it had been measured again. It copies Python numbers to the
-device, which makes the host wait, and takes a fraction of a millisecond for each. Here loggers get a value once, at the step
-that it belongs to, and ``trainer.callback_metrics``, which ``ModelCheckpoint`` and ``EarlyStopping`` read, keeps the last known
-one, on the CPU.
+device, which makes the host wait, and takes a fraction of a millisecond for each. Here loggers get a value once, and
+``trainer.callback_metrics``, which ``ModelCheckpoint`` and ``EarlyStopping`` read, keeps the last known one, on the CPU.
+
+**One row.** What all monitors of a trainer publish is collected, and given to each logger in one piece, at a step at which
+Lightning logs (``log_every_n_steps``), when the last monitor is done with the batch. What was sampled in between waits for that
+step. So each row of Weights & Biases has ``throughput/tokens``, its x axis, and what belongs together can be compared.
 """
 
 from __future__ import annotations
 
+import importlib.metadata
+import platform
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import Logger, WandbLogger
+
+AXIS = "throughput/tokens"
+#: How Weights & Biases sums a metric up; the others by their last value.
+SUMMARIES = {
+    "memory/peak_gib": "max",
+    "memory/peak_reserved_gib": "max",
+    "memory/peak_rss_gib": "max",
+    "memory/run_peak_gib": "max",
+}
+#: What the progress bar shows, under which name, and how.
+IN_PROGRESS_BAR = {
+    "throughput/tokens_per_s": ("tokens/s", "{:,.0f}"),
+    "memory/peak_gib": ("peak_gib", "{:.2f}"),
+    "memory/peak_rss_gib": ("rss_gib", "{:.2f}"),
+    "loss_scale/log2": ("log2_scale", "{:g}"),
+}
+
+
+class Monitor(Callback):
+    """A callback that measures something and publishes it at the end of a batch."""
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Measure; the last monitor gives the row to the loggers."""
+        self.batch_end(trainer, pl_module, outputs, batch)
+        if _last_monitor(trainer) is self:
+            _row_of(trainer).finish(trainer)
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write what still waits for a row."""
+        if _last_monitor(trainer) is self:
+            row = _rows.pop(trainer, None)
+            if row is not None:
+                row.is_due = bool(row.values)
+                row.finish(trainer, is_last=True)
+
+    def batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any) -> None:
+        """Measure what there is at the end of a batch, and :func:`publish` it."""
+
+    def place(self, trainer: Trainer) -> dict[str, float]:
+        """Where the present step lies on the x axis, if this monitor knows. Called on all ranks alike."""
+        return {}
+
+    def recipe(self) -> dict[str, str | float]:
+        """The settings that the numbers depend on, for the run's config."""
+        return {}
 
 
 def is_logging_step(trainer: Trainer) -> bool:
@@ -23,32 +77,30 @@ def is_logging_step(trainer: Trainer) -> bool:
 
 
 def publish(trainer: Trainer, values: Mapping[str, float], to_loggers: bool = True) -> None:
-    """Put values in ``trainer.callback_metrics`` and, if wanted, in every logger. Call it in ``on_train_batch_end``.
+    """Make values known. To be called by a :class:`Monitor` in ``batch_end``, or in a hook before it in the same batch.
 
     Costs no device-to-host sync. Call it on every rank, with the same keys: callbacks that monitor them would else disagree.
 
     Args:
         trainer: the trainer, with or without loggers.
-        values: Python numbers by key.
-        to_loggers: whether the loggers get them.
+        values: Python numbers by key. They are in ``trainer.callback_metrics`` at once.
+        to_loggers: whether the row is to be written in this batch. If not, the values wait for the next row.
     """
     # not through `trainer.callback_metrics`: reading that turns the metrics of the progress bar into numbers, a sync for each
-    trainer._logger_connector._callback_metrics.update({key: torch.tensor(float(value)) for key, value in values.items()})
-    if to_loggers and values:
-        for logger in trainer.loggers:
-            log_once(trainer, logger, values)
+    connector = trainer._logger_connector
+    connector._callback_metrics.update({key: torch.tensor(value, dtype=torch.float64) for key, value in values.items()})
+    for key in IN_PROGRESS_BAR.keys() & values.keys():
+        name, form = IN_PROGRESS_BAR[key]
+        connector._progress_bar_metrics[name] = form.format(values[key])  # type: ignore[assignment]  # bars show strings
+    row = _row_of(trainer)
+    row.values.update((key, float(value)) for key, value in values.items())
+    row.last.update(row.values)
+    row.is_due |= to_loggers
 
 
-def log_once(trainer: Trainer, logger: Logger, values: Mapping[str, Any]) -> None:
-    """Give one logger values in the row of the step in progress: the step number that Lightning gives its own."""
-    logger.log_metrics(values, step=trainer.fit_loop.epoch_loop._batches_that_stepped)  # type: ignore[arg-type]
-
-
-def log_histogram(trainer: Trainer, key: str, values: Any) -> None:
-    """Log a histogram to Weights & Biases, which makes one of a numpy array of more than 32 values. Others get nothing."""
-    for logger in trainer.loggers:
-        if isinstance(logger, WandbLogger):
-            log_once(trainer, logger, {key: values})
+def publish_histogram(trainer: Trainer, key: str, values: Any) -> None:
+    """Add a histogram to the row for Weights & Biases, which makes one of a numpy array of more than 32 values."""
+    _row_of(trainer).histograms[key] = values
 
 
 def update_summary(trainer: Trainer, values: Mapping[str, str | float]) -> None:
@@ -60,3 +112,104 @@ def update_summary(trainer: Trainer, values: Mapping[str, str | float]) -> None:
         update = getattr(summary, "update", None)
         if callable(update):
             update(dict(values))
+
+
+def alert(trainer: Trainer, title: str, text: str) -> None:
+    """Send an alert through the loggers that can (Weights & Biases). On rank 0 only."""
+    if trainer.is_global_zero:
+        for logger in trainer.loggers:
+            if isinstance(logger, WandbLogger):
+                logger.experiment.alert(title=title, text=text)
+
+
+def describe(trainer: Trainer) -> dict[str, Any]:
+    """What a run's numbers depend on, as nested dicts of strings and numbers."""
+    plugin = trainer.precision_plugin
+    settings = getattr(plugin, "settings", None)
+    monitors = {type(monitor).__name__: monitor.recipe() for monitor in _monitors(trainer)}
+    return {
+        "precision": str(plugin.precision),
+        "precision_plugin": settings() if callable(settings) else {"class": type(plugin).__qualname__},
+        "strategy": type(trainer.strategy).__name__,
+        "world_size": trainer.world_size,
+        "accumulate_grad_batches": trainer.accumulate_grad_batches,
+        "device": device_name(trainer.strategy.root_device),
+        "versions": {
+            **{name: importlib.metadata.version(name) for name in ("lightning-mp", "lightning", "torch")},
+            "python": platform.python_version(),
+        },
+        "monitors": {name: recipe for name, recipe in monitors.items() if recipe},
+    }
+
+
+def device_name(device: torch.device) -> str:
+    """The device in words: the GPU's name, or the kind of device."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
+
+
+# --- the row -----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Row:
+    values: dict[str, float] = field(default_factory=dict)
+    last: dict[str, float] = field(default_factory=dict)  # of each key that there ever was
+    histograms: dict[str, Any] = field(default_factory=dict)
+    is_due: bool = False
+    defined: set[tuple[int, str]] = field(default_factory=set)  # metrics by run and key
+
+    def finish(self, trainer: Trainer, is_last: bool = False) -> None:
+        if not self.is_due:
+            return
+        if AXIS not in self.values and trainer.loggers:  # without it the row would be lost in a chart
+            for monitor in () if is_last else _monitors(trainer):
+                self.values.update(monitor.place(trainer))
+            if is_last and AXIS in self.last:
+                self.values[AXIS] = self.last[AXIS]
+        for logger in trainer.loggers:
+            if isinstance(logger, WandbLogger):
+                self._define(trainer, logger)
+                _log(trainer, logger, {**self.values, **self.histograms})
+            elif self.values:
+                _log(trainer, logger, self.values)
+        self.values, self.histograms, self.is_due = {}, {}, False
+
+    def _define(self, trainer: Trainer, logger: WandbLogger) -> None:
+        """Give each metric its x axis and its summary, before it is logged first. By exact names: globs overlap."""
+        if not trainer.is_global_zero:
+            return
+        run: Any = logger.experiment
+        if (id(run), "") not in self.defined:
+            self.defined.add((id(run), ""))
+            run.config.update({"lightning_mp": describe(trainer)}, allow_val_change=True)
+        for key in (*self.values, *self.histograms):
+            if (id(run), key) not in self.defined:
+                self.defined.add((id(run), key))
+                axis = AXIS if AXIS in self.values and key != AXIS else None
+                # its own default is the last value, and only that one stands in the summary under the metric's plain name
+                run.define_metric(key, step_metric=axis, summary=SUMMARIES.get(key))
+
+
+_rows: WeakKeyDictionary[Trainer, _Row] = WeakKeyDictionary()
+
+
+def _row_of(trainer: Trainer) -> _Row:
+    row = _rows.get(trainer)
+    if row is None:
+        row = _rows[trainer] = _Row()
+    return row
+
+
+def _monitors(trainer: Trainer) -> list[Monitor]:
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    return [callback for callback in callbacks if isinstance(callback, Monitor)]
+
+
+def _last_monitor(trainer: Trainer) -> Monitor | None:
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    return next((callback for callback in reversed(callbacks) if isinstance(callback, Monitor)), None)
+
+
+def _log(trainer: Trainer, logger: Logger, values: Mapping[str, Any]) -> None:
+    """In the row of the step in progress: under the step number that Lightning gives its own."""
+    logger.log_metrics(dict(values), step=trainer.fit_loop.epoch_loop._batches_that_stepped)

@@ -17,7 +17,6 @@ events.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,13 +26,12 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_mp.callbacks.clock import Clock, HostClock, clock_for
 from lightning_mp.callbacks.fingerprint import Fingerprint, weights_fingerprint
 from lightning_mp.callbacks.tokens import token_count
 from lightning_mp.cost.memory import PersistentBytes, persistent_bytes
 
 FINGERPRINT_BATCHES = 8
-
-ReadMilliseconds = Callable[[], float]
 
 
 @dataclass(frozen=True)
@@ -59,7 +57,7 @@ class _Window:
     """The micro-batches of one optimizer step, still unread."""
 
     losses: list[Tensor] = field(default_factory=list)
-    timers: list[ReadMilliseconds] = field(default_factory=list)
+    marks: list[tuple[Any, Any]] = field(default_factory=list)  # where batches began and ended
     tokens: int | None = None
 
 
@@ -107,7 +105,8 @@ class RunRecorder(Callback):
         self._global_step = 0
         self._window = _Window()
         self._unread: list[_Window] = []
-        self._stop_timer: Callable[[], ReadMilliseconds] | None = None
+        self._clock: Clock = HostClock()
+        self._began: Any = None  # a mark, while a batch is under way
 
     @property
     def batches(self) -> str:
@@ -137,13 +136,14 @@ class RunRecorder(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Count optimizer steps from here: a resumed run does not begin at zero."""
         self._global_step = trainer.global_step
+        self._clock = clock_for(pl_module.device)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Fingerprint the first batches, then start the clock."""
         if self._batches_hashed < FINGERPRINT_BATCHES:
             self._batches.update(batch)
             self._batches_hashed += 1
-        self._stop_timer = _start_timer(pl_module.device)
+        self._began = self._clock.mark()
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Count the persistent bytes at the second step; again, ever more rarely, while there is no optimizer state.
@@ -162,9 +162,9 @@ class RunRecorder(Callback):
     ) -> None:
         """Stop the clock, add the micro-batch to the window, and close the window if an optimizer stepped."""
         window = self._window
-        if self._stop_timer is not None:
-            window.timers.append(self._stop_timer())
-            self._stop_timer = None
+        if self._began is not None:
+            window.marks.append((self._began, self._clock.mark()))
+            self._began = None
         loss = _loss(outputs)
         if loss is not None:
             undivided = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
@@ -200,6 +200,9 @@ class RunRecorder(Callback):
         if not windows:
             return
         losses = iter(torch.stack([loss for w in windows for loss in w.losses] or [torch.zeros(())]).tolist())
+        marks = [mark for window in windows for pair in window.marks for mark in pair]
+        if marks:
+            self._clock.wait_for(marks[-1])
         chunk = []
         for window in windows:
             values = [next(losses) for _ in window.losses]
@@ -207,12 +210,13 @@ class RunRecorder(Callback):
                 step=len(self.records) + 1,
                 loss=sum(values) / len(values) if values else None,
                 tokens=window.tokens,
-                step_time_ms=sum(read() for read in window.timers),
+                step_time_ms=sum(self._clock.milliseconds(began, ended) for began, ended in window.marks),
             )
             self.records.append(record)
             chunk.append(record)
             if self.non_finite_step is None and record.loss is not None and not math.isfinite(record.loss):
                 self.non_finite_step = record.step
+        self._clock.release(marks)
         if self._stop_at_non_finite and self.non_finite_step is not None:
             trainer.should_stop = True
         self._on_records(chunk)
@@ -222,34 +226,3 @@ def _loss(outputs: Any) -> Tensor | None:
     """The 0-dim loss in what `training_step` led to: a tensor, a mapping with "loss", or nothing."""
     loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
     return loss.detach().mean() if isinstance(loss, Tensor) else None
-
-
-def _start_timer(device: torch.device) -> Callable[[], ReadMilliseconds]:
-    """Start a clock; call the result to stop it, and the result of that to read milliseconds.
-
-    On CUDA reading waits for the device, starting and stopping do not. On other devices it is the host's clock, which
-    on an accelerator that runs behind the host means the time to launch.
-    """
-    if device.type == "cuda":
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        stream = torch.cuda.current_stream(device)
-        begin.record(stream)
-
-        def stop_event() -> ReadMilliseconds:
-            end.record(stream)
-
-            def read() -> float:
-                end.synchronize()
-                return begin.elapsed_time(end)
-
-            return read
-
-        return stop_event
-
-    started = time.perf_counter()
-
-    def stop() -> ReadMilliseconds:
-        elapsed_ms = (time.perf_counter() - started) * 1e3
-        return lambda: elapsed_ms
-
-    return stop

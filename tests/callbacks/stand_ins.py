@@ -64,7 +64,7 @@ def wandb_run(folder: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     summary: dict[str, Any] = {}
     for record in records:
         if record["type"] == "summary":
-            summary.update(record["summary"]["update"])
+            summary.update(record["summary"].get("update", {}))
     return [record["history"]["item"] for record in records if record["type"] == "history"], summary
 
 

@@ -22,6 +22,7 @@ class WandbFile:
     history: list[dict[str, Any]] = field(default_factory=list)
     summary: dict[str, Any] = field(default_factory=dict)
     metrics: dict[str, dict[str, Any]] = field(default_factory=dict)
+    alerts: list[dict[str, Any]] = field(default_factory=list)
     exit_code: int | None = None
 
 
@@ -62,7 +63,9 @@ def _parse(path: Path) -> WandbFile:
         elif record["type"] == "history":
             content.history.append(body["item"])
         elif record["type"] == "summary":
-            content.summary.update(body["update"])
+            content.summary.update(body.get("update", {}))
+        elif record["type"] == "alert":
+            content.alerts.append(body)
         elif record["type"] == "metric":
-            content.metrics[body["name"]] = body
+            content.metrics[body.get("name") or body["glob_name"]] = body
     return content
