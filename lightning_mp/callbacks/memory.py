@@ -8,8 +8,8 @@ activations and temporaries, which the precision changes too, and the size of a 
 4 bytes, when backward is over. Sums over micro-batches, and averages over ranks, are fp32 likewise under ``bf16-master``. The
 number of record, ``memory/gradients_gib``, is what gradients take in backward, as autograd left them in each parameter (see
 :class:`~lightning_mp.cost.memory.GradientWatch`). ``memory/gradients_at_step_gib`` is what they take in
-``on_before_optimizer_step``, and go on to take until they are cleared: in automatic optimization that is after the next
-forward.
+``on_before_optimizer_step``, and go on to take until they are cleared. Lightning does that after the next forward; our plugin,
+under a ``*-master`` precision, before it.
 """
 
 from __future__ import annotations

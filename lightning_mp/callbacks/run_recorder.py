@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 from lightning_mp.callbacks.clock import Clock, HostClock, clock_for
 from lightning_mp.callbacks.fingerprint import Fingerprint, weights_fingerprint
 from lightning_mp.callbacks.tokens import token_count
-from lightning_mp.cost.memory import PersistentBytes, persistent_bytes
+from lightning_mp.cost.memory import GradientWatch, PersistentBytes, persistent_bytes
 
 FINGERPRINT_BATCHES = 8
 
@@ -107,6 +107,7 @@ class RunRecorder(Callback):
         self._unread: list[_Window] = []
         self._clock: Clock = HostClock()
         self._began: Any = None  # a mark, while a batch is under way
+        self._gradients: GradientWatch | None = None  # of a step whose memory is going to be counted
 
     @property
     def batches(self) -> str:
@@ -143,19 +144,35 @@ class RunRecorder(Callback):
         if self._batches_hashed < FINGERPRINT_BATCHES:
             self._batches.update(batch)
             self._batches_hashed += 1
+        if self._gradients is None and self._counts_memory():
+            self._gradients = GradientWatch(pl_module)
         self._began = self._clock.mark()
 
-    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        """Count the persistent bytes at the second step; again, ever more rarely, while there is no optimizer state.
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        """Take note of gradients that are there already."""
+        if self._gradients is not None:
+            self._gradients.before_backward()
 
-        The first steps may have left no state because they were skipped (fp16 overflow), or there may never be any
-        (SGD).
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        """Count the persistent bytes, with the gradients as they were in backward."""
+        if self._gradients is not None:
+            masters = getattr(trainer.precision_plugin, "master_tensors", tuple)  # stock plugins hold none
+            counted = persistent_bytes(pl_module, trainer.optimizers, masters())
+            self.memory = replace(counted, gradients=self._gradients.bytes() or counted.gradients)
+            self._stop_watching()
+
+    def _counts_memory(self) -> bool:
+        """Whether this is the second step; or, ever more rarely, a later one, while there is no optimizer state.
+
+        The first steps may have left no state because they were skipped (fp16 overflow), or there may never be any (SGD).
         """
         steps = self._steps
-        is_power_of_two = steps & (steps - 1) == 0
-        if steps and is_power_of_two and (self.memory is None or not self.memory.optimizer_state):
-            masters = getattr(trainer.precision_plugin, "master_tensors", tuple)  # stock plugins hold none
-            self.memory = persistent_bytes(pl_module, trainer.optimizers, masters())
+        return steps > 0 and steps & (steps - 1) == 0 and (self.memory is None or not self.memory.optimizer_state)
+
+    def _stop_watching(self) -> None:
+        if self._gradients is not None:
+            self._gradients.remove()
+            self._gradients = None
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -184,10 +201,12 @@ class RunRecorder(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Read what is left."""
+        self._stop_watching()
         self._read(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Keep the steps that were finished before the exception."""
+        self._stop_watching()
         self._read(trainer)
 
     @property

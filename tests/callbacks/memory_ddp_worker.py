@@ -87,6 +87,8 @@ def main(folder: Path) -> None:
     uneven.fit(Uneven())
     found["uneven"], found["uneven_gathers"] = memory_of(uneven), uneven.strategy.gathers
     torch.save(found, folder / f"rank-{trainer.global_rank}.pt")
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()  # or a rank that is still in use of it may die at exit
 
 
 if __name__ == "__main__":
