@@ -238,6 +238,7 @@ class GradientRangeMonitor(Monitor):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Let go of all tensors."""
+        super().on_exception(trainer, pl_module, exception)
         self._pending = []
 
     def _open(self, plugin: Any, optimizer: Optimizer) -> _StepSample:

@@ -212,7 +212,7 @@ class MemoryMonitor(Monitor):
         if self._step_hooks and len(self._stepped) == len(trainer.optimizers):
             self._remove_step_hooks()
         # Lightning does not begin a batch that is None, but a rank that has one has to take part all the same
-        is_due = self._step is not None or (batch is None and is_logging_step(trainer))
+        is_due = self._step is not None or (batch is None and trainer.world_size > 1 and is_logging_step(trainer))
         if not is_due or trainer.fit_loop.epoch_loop._should_accumulate():
             return
         self._last = measured = self._measure(trainer, pl_module)
@@ -231,6 +231,7 @@ class MemoryMonitor(Monitor):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """When memory ran out, write down where it went."""
+        super().on_exception(trainer, pl_module, exception)
         self._let_go()
         if pl_module is not None and (isinstance(exception, torch.OutOfMemoryError) or is_oom_error(exception)):
             last = self._last or _parts(self._count(trainer, pl_module))

@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.loggers import Logger, WandbLogger
+from lightning.pytorch.loggers import WandbLogger
 
 AXIS = "throughput/tokens"
 #: How Weights & Biases sums a metric up; the others by their last value.
@@ -48,16 +48,23 @@ class Monitor(Callback):
     ) -> None:
         """Measure; the last monitor gives the row to the loggers."""
         self.batch_end(trainer, pl_module, outputs, batch)
-        if _last_monitor(trainer) is self:
-            _row_of(trainer).finish(trainer)
+        row = _row_of(trainer)
+        if row.is_due and _last_monitor(trainer) is self:
+            row.finish(trainer)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write what still waits for a row."""
         if _last_monitor(trainer) is self:
             row = _rows.pop(trainer, None)
-            if row is not None:
-                row.is_due = bool(row.values)
-                row.finish(trainer, is_last=True)
+            if row is not None and row.values:
+                row.finish(trainer, is_over=True)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Write what still waits for a row. It has no place on the axis: nothing is read from a device that may have failed."""
+        if _last_monitor(trainer) is self:
+            row = _rows.pop(trainer, None)
+            if row is not None and row.values:
+                row.finish(trainer, knows_place=False)
 
     def batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any) -> None:
         """Measure what there is at the end of a batch, and :func:`publish` it."""
@@ -72,8 +79,16 @@ class Monitor(Callback):
 
 
 def is_logging_step(trainer: Trainer) -> bool:
-    """Whether ``log_every_n_steps`` lets the step in progress be logged, as for ``LightningModule.log``."""
-    return trainer._logger_connector.should_update_logs or bool(getattr(trainer, "fast_dev_run", False))
+    """Whether ``log_every_n_steps`` lets the step in progress be logged.
+
+    As for ``LightningModule.log``, but that it does not heed ``trainer.should_stop``, which ranks may not agree on: what is
+    left then is written when the fit ends.
+    """
+    if getattr(trainer, "fast_dev_run", False):
+        return True
+    every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
+    # + 1, as it counts the step in progress only when that is over
+    return bool(every) and (trainer.fit_loop.epoch_loop._batches_that_stepped + 1) % every == 0
 
 
 def publish(trainer: Trainer, values: Mapping[str, float], to_loggers: bool = True) -> None:
@@ -86,16 +101,17 @@ def publish(trainer: Trainer, values: Mapping[str, float], to_loggers: bool = Tr
         values: Python numbers by key. They are in ``trainer.callback_metrics`` at once.
         to_loggers: whether the row is to be written in this batch. If not, the values wait for the next row.
     """
+    row = _row_of(trainer)
+    row.is_due |= to_loggers
+    row.values.update(values)
+    news = {key: value for key, value in values.items() if row.last.get(key) != value}  # making tensors takes most of the time
+    row.last.update(news)
     # not through `trainer.callback_metrics`: reading that turns the metrics of the progress bar into numbers, a sync for each
     connector = trainer._logger_connector
-    connector._callback_metrics.update({key: torch.tensor(value, dtype=torch.float64) for key, value in values.items()})
-    for key in IN_PROGRESS_BAR.keys() & values.keys():
+    connector._callback_metrics.update({key: torch.tensor(value, dtype=torch.float64) for key, value in news.items()})
+    for key in IN_PROGRESS_BAR.keys() & news.keys():
         name, form = IN_PROGRESS_BAR[key]
-        connector._progress_bar_metrics[name] = form.format(values[key])  # type: ignore[assignment]  # bars show strings
-    row = _row_of(trainer)
-    row.values.update((key, float(value)) for key, value in values.items())
-    row.last.update(row.values)
-    row.is_due |= to_loggers
+        connector._progress_bar_metrics[name] = form.format(news[key])  # type: ignore[assignment]  # bars show strings
 
 
 def publish_histogram(trainer: Trainer, key: str, values: Any) -> None:
@@ -158,20 +174,26 @@ class _Row:
     is_due: bool = False
     defined: set[tuple[int, str]] = field(default_factory=set)  # metrics by run and key
 
-    def finish(self, trainer: Trainer, is_last: bool = False) -> None:
-        if not self.is_due:
-            return
-        if AXIS not in self.values and trainer.loggers:  # without it the row would be lost in a chart
-            for monitor in () if is_last else _monitors(trainer):
+    def finish(self, trainer: Trainer, is_over: bool = False, knows_place: bool = True) -> None:
+        """Give the row to the loggers. With several ranks, all of them have to come here.
+
+        Args:
+            trainer: whose loggers get it.
+            is_over: whether the last batch is over, and Lightning has counted it.
+            knows_place: whether the ranks can tell how many tokens there were.
+        """
+        if AXIS not in self.values and trainer.loggers and knows_place:  # without it the row would be lost in a chart
+            for monitor in _monitors(trainer):
                 self.values.update(monitor.place(trainer))
-            if is_last and AXIS in self.last:
-                self.values[AXIS] = self.last[AXIS]
+        # the step number that Lightning gives its own rows
+        step = trainer.fit_loop.epoch_loop._batches_that_stepped - is_over
         for logger in trainer.loggers:
+            values = {key: float(value) for key, value in self.values.items()}
             if isinstance(logger, WandbLogger):
                 self._define(trainer, logger)
-                _log(trainer, logger, {**self.values, **self.histograms})
-            elif self.values:
-                _log(trainer, logger, self.values)
+                logger.log_metrics({**values, **self.histograms}, step)
+            elif values:
+                logger.log_metrics(values, step)
         self.values, self.histograms, self.is_due = {}, {}, False
 
     def _define(self, trainer: Trainer, logger: WandbLogger) -> None:
@@ -208,8 +230,3 @@ def _monitors(trainer: Trainer) -> list[Monitor]:
 def _last_monitor(trainer: Trainer) -> Monitor | None:
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     return next((callback for callback in reversed(callbacks) if isinstance(callback, Monitor)), None)
-
-
-def _log(trainer: Trainer, logger: Logger, values: Mapping[str, Any]) -> None:
-    """In the row of the step in progress: under the step number that Lightning gives its own."""
-    logger.log_metrics(dict(values), step=trainer.fit_loop.epoch_loop._batches_that_stepped)

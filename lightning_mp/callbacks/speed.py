@@ -35,7 +35,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_mp.callbacks.clock import Clock, clock_for
-from lightning_mp.callbacks.publish import Monitor, publish
+from lightning_mp.callbacks.publish import Monitor, is_logging_step, publish
 from lightning_mp.callbacks.tokens import BatchCount, count_batch
 from lightning_mp.cost.roofline import FlopCount, is_compiled, matmul_format, peak_tflops
 from lightning_mp.cost.throughput import StepFlops, TimedStep, summarise, usable
@@ -223,7 +223,7 @@ class SpeedMonitor(Monitor):
         self._add(step, count)
         if self._flop_count is not None:
             self._take_flops(trainer, count)
-        if not self._is_due and _is_log_step(trainer):
+        if not self._is_due and is_logging_step(trainer):
             self._is_due = True  # also if no optimizer stepped in this batch: the next that does
         global_step = trainer.global_step
         if global_step == self._global_step:
@@ -246,6 +246,7 @@ class SpeedMonitor(Monitor):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Leave trainer and strategy as they were. Nothing is read from a device that may have failed."""
+        super().on_exception(trainer, pl_module, exception)
         self._leave(trainer)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -612,13 +613,6 @@ def _given_flops(per_token: float | None, per_step: float | None) -> StepFlops |
     if per_token is not None:
         return StepFlops(per_token, "token")
     return None if per_step is None else StepFlops(per_step, "step")
-
-
-def _is_log_step(trainer: Trainer) -> bool:
-    """As `is_logging_step`, but by counters alone: `trainer.should_stop`, which it heeds too, may differ between ranks."""
-    every = trainer.log_every_n_steps  # type: ignore[attr-defined]
-    batches = trainer.fit_loop.epoch_loop._batches_that_stepped + 1
-    return (every > 0 and batches % every == 0) or bool(getattr(trainer, "fast_dev_run", False))
 
 
 def _replicas(trainer: Trainer) -> int:

@@ -251,3 +251,24 @@ def test_the_module_runs_as_a_program_and_lists_its_commands() -> None:
     )
     assert done.returncode == 0
     assert all(word in done.stdout for word in ("fit", "validate", "test", "predict", "compare"))
+
+
+def test_a_fit_has_the_monitors_once_and_they_can_be_switched_off(run: Run, tmp_path: Path) -> None:
+    assert run("fit", "--trainer.log_every_n_steps=1", "--trainer.callbacks+=lightning_mp.MemoryMonitor") == 0
+    (table,) = tmp_path.rglob("metrics.csv")
+    header, *rows = table.read_text().splitlines()
+    for key in ("throughput/tokens", "memory/bytes_per_parameter", "gradients/norm"):
+        assert key in header
+    at = header.split(",").index("memory/weights_gib")
+    assert sum(bool(row.split(",")[at]) for row in rows) == 6  # one for each step, though two were asked for
+
+
+def test_monitors_are_configured_by_name(run: Run, tmp_path: Path) -> None:
+    assert run("fit", "--trainer.log_every_n_steps=1", "--monitors.memory=false", "--monitors.gradients_every_n_steps=3") == 0
+    (table,) = tmp_path.rglob("metrics.csv")
+    header, *rows = table.read_text().splitlines()
+    assert "memory/" not in header
+    at = header.split(",").index("gradients/norm")
+    assert sum(bool(row.split(",")[at]) for row in rows) == 2
+    saved = yaml.safe_load(next(iter(configs(tmp_path))).read_text())
+    assert saved["monitors"]["memory"] is False
