@@ -110,6 +110,8 @@ def publish(trainer: Trainer, values: Mapping[str, float], to_loggers: bool = Tr
     connector = trainer._logger_connector
     connector._callback_metrics.update({key: torch.tensor(value, dtype=torch.float64) for key, value in news.items()})
     for key in IN_PROGRESS_BAR.keys() & news.keys():
+        if not news[key]:
+            continue  # a scale of 1 is none
         name, form = IN_PROGRESS_BAR[key]
         connector._progress_bar_metrics[name] = form.format(news[key])  # type: ignore[assignment]  # bars show strings
 
