@@ -5,10 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import math
-import os
 import pickle
-import socket
-import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -34,6 +31,7 @@ from lightning_mp.callbacks.gradients import GradientRangeMonitor, _sample, comp
 from lightning_mp.numerics.formats import BF16, FP16, FP32
 from tests.callbacks.stand_ins import Rows, Scripted, wandb_run
 from tests.conftest import Said
+from tests.ddp.launch import launch
 from tests.instruments import CountSyncs
 from tests.modules import LinearLoss, M, Manual, random_rows
 from tests.report.wandb_file import isolate
@@ -710,21 +708,7 @@ def run_rank(folder: Path) -> None:
 
 
 def test_two_ranks_have_equal_values_and_do_not_wait_for_each_other(tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1", "NODE_RANK": "0"}
-    command = [sys.executable, "-m", "tests.callbacks.test_gradient_range_monitor", str(tmp_path)]
-    ranks = [
-        subprocess.Popen(command, cwd=ROOT, env={**os.environ, **shared, "LOCAL_RANK": str(rank)}, stderr=subprocess.PIPE)
-        for rank in (0, 1)
-    ]
-    try:
-        errors = [rank.communicate(timeout=90)[1].decode()[-3000:] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(errors)
+    launch("tests.callbacks.test_gradient_range_monitor", tmp_path, timeout_s=90)
     zero, one = (torch.load(tmp_path / f"rank-{rank}.pt") for rank in (0, 1))
     assert zero["metrics"].keys() == KEYS
     assert zero["metrics"] == one["metrics"]

@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import copy
-import os
 import pickle
-import socket
-import subprocess
-import sys
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,6 +25,7 @@ from lightning_mp.cost.allocator import RETRIES
 from lightning_mp.cost.memory import GradientWatch, PersistentBytes, persistent_bytes
 from tests.callbacks.stand_ins import FakeAccelerator, Rows
 from tests.conftest import Said
+from tests.ddp.launch import launch
 from tests.instruments import CountSyncs
 from tests.modules import QUIET, M, MakeOptimizer, Manual, assert_same, bf16_master, values
 
@@ -560,20 +556,7 @@ def test_under_a_stock_scaler_state_is_unknown_until_it_lets_a_step_through() ->
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What both ranks of the worker found."""
     folder = tmp_path_factory.mktemp("ranks")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1", "NODE_RANK": "0"}
-    with ExitStack() as stack:
-        processes = []
-        for rank in (0, 1):
-            log = stack.enter_context(open(folder / f"rank-{rank}.log", "w"))
-            command = [sys.executable, "-m", "tests.callbacks.memory_ddp_worker", str(folder)]
-            env = {**os.environ, **shared, "LOCAL_RANK": str(rank)}
-            processes.append(subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=subprocess.STDOUT))
-            stack.callback(processes[-1].kill)
-        for rank, process in enumerate(processes):
-            assert process.wait(timeout=120) == 0, (folder / f"rank-{rank}.log").read_text()[-3000:]
+    launch("tests.callbacks.memory_ddp_worker", folder)
     return [torch.load(folder / f"rank-{rank}.pt", weights_only=True) for rank in (0, 1)]
 
 

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-import time
-from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.callbacks import speed_ddp_worker as worker
 from tests.callbacks.test_speed_monitor import LENGTHS, PER_TOKEN, STEP_MS
-from tests.ddp.test_ddp import free_port
+from tests.ddp.launch import scenarios_of
 
 ROOT = Path(__file__).parents[2]
 STEPS = len(LENGTHS)
@@ -24,31 +18,7 @@ STEPS = len(LENGTHS)
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The results of every scenario on both ranks. One launch serves all tests."""
-    folder = tmp_path_factory.mktemp("speed-ranks")
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "OMP_NUM_THREADS": "1", "NODE_RANK": "0"}
-    deadline = time.monotonic() + 100
-    with ExitStack() as stack:
-        processes = []
-        for rank in (0, 1):
-            log = stack.enter_context(open(folder / f"rank-{rank}.log", "w"))
-            command = [sys.executable, "-m", "tests.callbacks.speed_ddp_worker", str(folder)]
-            env = {**os.environ, **shared, "LOCAL_RANK": str(rank)}
-            processes.append(subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=subprocess.STDOUT))
-            stack.callback(processes[-1].kill)
-        for process in processes:
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=max(0, deadline - time.monotonic()))
-    files = [folder / f"rank-{rank}.pt" for rank in (0, 1)]
-    results = [torch.load(file, weights_only=False) if file.exists() else {} for file in files]
-
-    def get(name: str) -> list[dict[str, Any]]:
-        for rank, found in enumerate(results):
-            if not isinstance(found.get(name), dict):
-                log_text = (folder / f"rank-{rank}.log").read_text()
-                pytest.fail(f"rank {rank}: {found.get(name, log_text)[-2000:]}", pytrace=False)
-        return [found[name] for found in results]
-
-    return get
+    return scenarios_of("tests.callbacks.speed_ddp_worker", tmp_path_factory.mktemp("speed-ranks"), timeout_s=100)
 
 
 def test_both_ranks_publish_the_same_and_only_rank_0_logs(two_ranks) -> None:

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-import time
-from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,49 +9,18 @@ import pytest
 import torch
 
 from tests.ddp import fp16_worker as worker
-from tests.ddp.test_ddp import as_fp32, different, free_port
+from tests.ddp.launch import scenarios_of
+from tests.ddp.test_ddp import as_fp32, different
 from tests.reference import fp32_run, same_bits
 
 ROOT = Path(__file__).parents[2]
 both_fp16 = pytest.mark.parametrize("precision", worker.PRECISIONS)
 
 
-def launch(folder: Path, timeout_s: float = 120) -> None:
-    """Run the worker on two ranks, and end both when the time is up."""
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "OMP_NUM_THREADS": "1", "NODE_RANK": "0"}
-    command = [sys.executable, "-m", "tests.ddp.fp16_worker", str(folder)]
-    deadline = time.monotonic() + timeout_s
-    with ExitStack() as stack:
-        processes = []
-        for rank in (0, 1):
-            log = stack.enter_context(open(folder / f"rank-{rank}.log", "w"))
-            env = {**os.environ, **shared, "LOCAL_RANK": str(rank)}
-            processes.append(subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=subprocess.STDOUT))
-            stack.callback(processes[-1].kill)
-        for process in processes:
-            with suppress(subprocess.TimeoutExpired):  # the scenarios that are missing say so
-                process.wait(timeout=max(0, deadline - time.monotonic()))
-
-
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory):
     """The results of every scenario on both ranks, and their folder. One launch serves all tests."""
-    folder = tmp_path_factory.mktemp("fp16-ranks")
-    launch(folder)
-    files = [folder / f"rank-{rank}.pt" for rank in (0, 1)]
-    results = [torch.load(file, weights_only=False) if file.exists() else {} for file in files]
-
-    def get(name: str) -> tuple[Any, Any]:
-        for rank, found in enumerate(results):
-            if name not in found:
-                log = (folder / f"rank-{rank}.log").read_text()
-                pytest.fail(f"rank {rank} did not come to {name!r}:\n{log[-2000:]}", pytrace=False)
-            if isinstance(found[name], str):
-                pytest.fail(f"rank {rank}:\n{found[name][-2000:]}", pytrace=False)
-        return results[0][name], results[1][name]
-
-    get.folder = folder
-    return get
+    return scenarios_of("tests.ddp.fp16_worker", tmp_path_factory.mktemp("fp16-ranks"), timeout_s=120)
 
 
 @pytest.fixture(scope="module")
