@@ -241,6 +241,15 @@ class GradientRangeMonitor(Monitor):
         super().on_exception(trainer, pl_module, exception)
         self._pending = []
 
+    def recipe(self) -> dict[str, str | float]:
+        """The arguments."""
+        return {
+            "every_n_steps": self.every_n_steps,
+            "max_elements": self.max_elements,
+            "near_overflow_bits": self.near_overflow_bits,
+            "stall_fraction": self.stall_fraction,
+        }
+
     def _open(self, plugin: Any, optimizer: Optimizer) -> _StepSample:
         scaler = grad_scaler(plugin)
         return _StepSample(

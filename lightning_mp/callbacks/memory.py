@@ -245,6 +245,10 @@ class MemoryMonitor(Monitor):
                 _remedy(last),
             )
 
+    def recipe(self) -> dict[str, str | float]:
+        """``reset_peak`` (0 or 1) and ``warn_fraction``."""
+        return {"reset_peak": float(self.reset_peak), "warn_fraction": self.warn_fraction}
+
     def state_dict(self) -> dict[str, Any]:
         """The run's peak, if it is known: ``run_peak_bytes``, and the ``precision`` and ``device`` that it belongs to."""
         if self._run_peak is None:

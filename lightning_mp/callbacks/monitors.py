@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from lightning.pytorch import Callback
 
+from lightning_mp.callbacks.fingerprint import FingerprintMonitor
 from lightning_mp.callbacks.gradients import GradientRangeMonitor
 from lightning_mp.callbacks.loss_scale import LossScaleMonitor
 from lightning_mp.callbacks.memory import MemoryMonitor
@@ -17,6 +18,7 @@ def monitors(
     loss_scale: bool = True,
     gradients: bool = True,
     gradients_every_n_steps: int = 100,
+    fingerprints: bool = True,
 ) -> list[Callback]:
     """The callbacks that measure a run, with their defaults, in the order in which they disturb each other least.
 
@@ -26,11 +28,13 @@ def monitors(
         loss_scale: :class:`~lightning_mp.LossScaleMonitor`: loss scale, skipped steps, headroom.
         gradients: :class:`~lightning_mp.GradientRangeMonitor`: underflow, and the updates that masters save.
         gradients_every_n_steps: how often gradients are sampled.
+        fingerprints: :class:`~lightning_mp.callbacks.fingerprint.FingerprintMonitor`: hashes of the run's initial weights and
+            first batches, for the config of Weights & Biases; reads all weights once.
 
     Example:
         >>> from lightning_mp import Trainer, monitors
         >>> [type(monitor).__name__ for monitor in monitors(gradients=False)]
-        ['SpeedMonitor', 'MemoryMonitor', 'LossScaleMonitor']
+        ['SpeedMonitor', 'MemoryMonitor', 'LossScaleMonitor', 'FingerprintMonitor']
         >>> trainer = Trainer(callbacks=monitors(), accelerator="cpu", logger=False, enable_checkpointing=False)
     """
     chosen: list[tuple[bool, Callback]] = [
@@ -38,5 +42,6 @@ def monitors(
         (memory, MemoryMonitor()),
         (loss_scale, LossScaleMonitor()),
         (gradients, GradientRangeMonitor(every_n_steps=gradients_every_n_steps)),
+        (fingerprints, FingerprintMonitor()),
     ]
     return [callback for is_wanted, callback in chosen if is_wanted]

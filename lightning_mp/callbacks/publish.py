@@ -175,6 +175,7 @@ class _Row:
     histograms: dict[str, Any] = field(default_factory=dict)
     is_due: bool = False
     defined: set[tuple[int, str]] = field(default_factory=set)  # metrics by run and key
+    described: dict[int, Any] = field(default_factory=dict)  # by run
 
     def finish(self, trainer: Trainer, is_over: bool = False, knows_place: bool = True) -> None:
         """Give the row to the loggers. With several ranks, all of them have to come here.
@@ -203,9 +204,10 @@ class _Row:
         if not trainer.is_global_zero:
             return
         run: Any = logger.experiment
-        if (id(run), "") not in self.defined:
-            self.defined.add((id(run), ""))
-            run.config.update({"lightning_mp": describe(trainer)}, allow_val_change=True)
+        description = describe(trainer)  # complete only after some batches
+        if self.described.get(id(run)) != description:
+            self.described[id(run)] = description
+            run.config.update({"lightning_mp": description}, allow_val_change=True)
         for key in (*self.values, *self.histograms):
             if (id(run), key) not in self.defined:
                 self.defined.add((id(run), key))

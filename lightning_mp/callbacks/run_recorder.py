@@ -23,15 +23,13 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_mp.callbacks.clock import Clock, HostClock, clock_for
-from lightning_mp.callbacks.fingerprint import Fingerprint, weights_fingerprint
+from lightning_mp.callbacks.fingerprint import RunFingerprint
 from lightning_mp.callbacks.tokens import token_count
 from lightning_mp.cost.memory import GradientWatch, PersistentBytes, persistent_bytes
-
-FINGERPRINT_BATCHES = 8
 
 
 @dataclass(frozen=True)
@@ -98,10 +96,8 @@ class RunRecorder(Callback):
     def _reset(self) -> None:
         self.records: list[StepRecord] = []
         self.memory: PersistentBytes | None = None
-        self.weights: str | None = None
         self.non_finite_step: int | None = None
-        self._batches = Fingerprint(round_to=torch.bfloat16)
-        self._batches_hashed = 0
+        self._fingerprint = RunFingerprint()
         self._global_step = 0
         self._window = _Window()
         self._unread: list[_Window] = []
@@ -110,29 +106,25 @@ class RunRecorder(Callback):
         self._gradients: GradientWatch | None = None  # of a step whose memory is going to be counted
 
     @property
+    def weights(self) -> str | None:
+        """Fingerprint of the initial weights as they were before the precision plugin converted them; None if not seen."""
+        return self._fingerprint.weights
+
+    @property
     def batches(self) -> str:
         """Fingerprint of the first micro-batches."""
-        return self._batches.hexdigest()
+        return self._fingerprint.batches
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Start afresh, and look at the weights at the last moment before they are converted."""
         if stage != "fit":
             return
         self._reset()
-        plugin = trainer.precision_plugin
-        convert = plugin.convert_module
-
-        # no hook lies between `configure_model` with checkpoint loading and the conversion
-        def fingerprint_and_convert(module: nn.Module) -> nn.Module:
-            plugin.__dict__.pop("convert_module", None)
-            self.weights = weights_fingerprint(module)
-            return convert(module)
-
-        plugin.convert_module = fingerprint_and_convert  # type: ignore[method-assign]
+        self._fingerprint.watch(trainer)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Leave the plugin as it was, also where the strategy never converted the module."""
-        trainer.precision_plugin.__dict__.pop("convert_module", None)
+        self._fingerprint.unwatch(trainer)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Count optimizer steps from here: a resumed run does not begin at zero."""
@@ -141,9 +133,7 @@ class RunRecorder(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Fingerprint the first batches, then start the clock."""
-        if self._batches_hashed < FINGERPRINT_BATCHES:
-            self._batches.update(batch)
-            self._batches_hashed += 1
+        self._fingerprint.add(batch)
         if self._gradients is None and self._counts_memory():
             self._gradients = GradientWatch(pl_module)
         self._began = self._clock.mark()

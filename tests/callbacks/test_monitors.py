@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 
 import lightning_mp
 from lightning_mp import DynamicLossScale, MasterWeightPrecision, Trainer, monitors
+from lightning_mp.callbacks.fingerprint import weights_fingerprint
 from tests.callbacks.stand_ins import Rows
 
 sys.path.append(str(Path(__file__).parents[1] / "report"))
@@ -139,6 +140,10 @@ def test_the_config_says_what_the_numbers_depend_on_in_strings_and_numbers(wandb
     assert config["device"] == "cpu"
     assert config["versions"]["torch"] == torch.__version__
     assert config["monitors"]["SpeedMonitor"]["tokens_counted_by"] == "first integer tensor"
+    assert config["monitors"]["GradientRangeMonitor"]["every_n_steps"] == 3
+    assert config["monitors"]["MemoryMonitor"]["warn_fraction"] == 0.95
+    assert config["monitors"]["FingerprintMonitor"]["weights"] == weights_fingerprint(Tokens())
+    assert len(config["monitors"]["FingerprintMonitor"]["batches"]) == 64
 
     def leaves(value: Any) -> list[Any]:
         if isinstance(value, dict):
@@ -239,7 +244,7 @@ def test_the_rich_progress_bar_shows_speed_memory_and_scale_without_being_told()
 
 def test_monitors_are_what_was_asked_for() -> None:
     names = [type(monitor).__name__ for monitor in monitors()]
-    assert names == ["SpeedMonitor", "MemoryMonitor", "LossScaleMonitor", "GradientRangeMonitor"]
-    (only,) = monitors(speed=False, memory=False, loss_scale=False, gradients_every_n_steps=7)
+    assert names == ["SpeedMonitor", "MemoryMonitor", "LossScaleMonitor", "GradientRangeMonitor", "FingerprintMonitor"]
+    (only,) = monitors(speed=False, memory=False, loss_scale=False, fingerprints=False, gradients_every_n_steps=7)
     assert isinstance(only, lightning_mp.GradientRangeMonitor)
     assert only.every_n_steps == 7

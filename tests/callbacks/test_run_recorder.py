@@ -14,7 +14,8 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_mp.callbacks.run_recorder import FINGERPRINT_BATCHES, RunRecorder, StepRecord, token_count
+from lightning_mp.callbacks.fingerprint import FINGERPRINT_BATCHES
+from lightning_mp.callbacks.run_recorder import RunRecorder, StepRecord, token_count
 
 
 class Line(LightningModule):
