@@ -12,8 +12,6 @@ step. So each row of Weights & Biases has ``throughput/tokens``, its x axis, and
 
 from __future__ import annotations
 
-import importlib.metadata
-import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +20,8 @@ from weakref import WeakKeyDictionary
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import WandbLogger
+
+from lightning_mp.cost.devices import device_name, versions
 
 AXIS = "throughput/tokens"
 #: How Weights & Biases sums a metric up; the others by their last value.
@@ -152,17 +152,9 @@ def describe(trainer: Trainer) -> dict[str, Any]:
         "world_size": trainer.world_size,
         "accumulate_grad_batches": trainer.accumulate_grad_batches,
         "device": device_name(trainer.strategy.root_device),
-        "versions": {
-            **{name: importlib.metadata.version(name) for name in ("lightning-mp", "lightning", "torch")},
-            "python": platform.python_version(),
-        },
+        "versions": versions(),
         "monitors": {name: recipe for name, recipe in monitors.items() if recipe},
     }
-
-
-def device_name(device: torch.device) -> str:
-    """The device in words: the GPU's name, or the kind of device."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
 
 
 # --- the row -----------------------------------------------------------------------------------------------------------------

@@ -1,6 +1,11 @@
-"""What the devices can do."""
+"""What the devices can do, and their names and versions for the record."""
 
 from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.metadata
+import platform
 
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -64,3 +69,22 @@ def check_fp16(precision: str, device: torch.device) -> None:
         rank_zero_warn(
             f"Nothing is known about fp16 on {device.type!r} devices, so precision {precision!r} may be slow or fail there."
         )
+
+
+def device_name(device: torch.device) -> str:
+    """The device in words, with what decides its speed: the GPU's name, or the CPU's and its thread count."""
+    if device.type == "cuda":
+        return f"{device}: {torch.cuda.get_device_name(device)}"
+    if device.type != "cpu":
+        return str(device)
+    model = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as cpuinfo:
+        model = next((line.split(":", 1)[1].strip() for line in cpuinfo if line.startswith("model name")), model)
+    return f"cpu: {model}, {torch.get_num_threads()} threads"
+
+
+@functools.cache
+def versions() -> dict[str, str]:
+    """Versions of what decides a run's numbers."""
+    packages = {name: importlib.metadata.version(name) for name in ("lightning-mp", "lightning")}
+    return {**packages, "torch": str(torch.__version__), "python": platform.python_version()}

@@ -20,10 +20,8 @@ events. The events:
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import json
 import os
-import platform
 import signal
 import subprocess
 import sys
@@ -35,10 +33,10 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
-import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_mp.callbacks.run_recorder import RunRecorder, StepRecord
+from lightning_mp.cost.devices import device_name, versions
 from lightning_mp.cost.memory import peak_cuda_bytes, peak_rss_bytes
 
 MARKER = "@lightning-mp "
@@ -173,24 +171,6 @@ def worker_events(command: Sequence[str], log: Path) -> Generator[Mapping[str, A
             yield {"event": "failed", "error": _death(process.wait(), log)}
         finally:
             _end(process)
-
-
-def device_name(device: torch.device) -> str:
-    """The device in words, with what decides its speed: the GPU's name, or the CPU's and its thread count."""
-    if device.type == "cuda":
-        return f"{device}: {torch.cuda.get_device_name(device)}"
-    if device.type != "cpu":
-        return str(device)
-    model = platform.processor() or platform.machine()
-    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as cpuinfo:
-        model = next((line.split(":", 1)[1].strip() for line in cpuinfo if line.startswith("model name")), model)
-    return f"cpu: {model}, {torch.get_num_threads()} threads"
-
-
-def versions() -> dict[str, str]:
-    """Versions of what decides a run's numbers."""
-    packages = {name: importlib.metadata.version(name) for name in ("lightning-mp", "lightning")}
-    return {**packages, "torch": str(torch.__version__), "python": platform.python_version()}
 
 
 def _lines(process: subprocess.Popen[bytes]) -> Iterator[bytes]:
