@@ -130,6 +130,11 @@ class FingerprintMonitor(Monitor):
         """Leave the plugin as it was."""
         self._found.unwatch(trainer)
 
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Leave the plugin as it was; an error in set-up has no teardown."""
+        super().on_exception(trainer, pl_module, exception)
+        self._found.unwatch(trainer)
+
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Take the first batches in."""
         self._found.add(batch)

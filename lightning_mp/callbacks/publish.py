@@ -60,11 +60,12 @@ class Monitor(Callback):
                 row.finish(trainer, is_over=True)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Write what still waits for a row. It has no place on the axis: nothing is read from a device that may have failed."""
+        """Write what still waits for a row. Neither other ranks nor a device that may have failed are asked for its place."""
         if _last_monitor(trainer) is self:
             row = _rows.pop(trainer, None)
             if row is not None and row.values:
-                row.finish(trainer, knows_place=False)
+                is_alone = trainer.world_size == 1 and trainer.strategy.root_device.type == "cpu"
+                row.finish(trainer, knows_place=is_alone)
 
     def batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any) -> None:
         """Measure what there is at the end of a batch, and :func:`publish` it."""

@@ -196,6 +196,7 @@ class RunRecorder(Callback):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Keep the steps that were finished before the exception."""
+        self._fingerprint.unwatch(trainer)
         self._stop_watching()
         self._read(trainer)
 

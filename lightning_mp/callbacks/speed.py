@@ -31,7 +31,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_mp.callbacks.clock import Clock, clock_for
@@ -90,8 +90,9 @@ class SpeedMonitor(Monitor):
 
     FLOPs are measured once, on the first batch of a fit, while it goes forward and backward as usual: what torch's counter
     knows, see :mod:`lightning_mp.cost.roofline`. They are scaled to other batches by their tokens with padding, or else by
-    their samples. Compiled layers and tensor parallelism cannot be measured so: pass ``flops_per_token`` or
-    ``flops_per_step``.
+    their samples. Compiled layers, tensor parallelism, and ``nn.Bilinear`` under autocast cannot be measured so: pass
+    ``flops_per_token`` or ``flops_per_step``. While they are counted, an operation that torch makes of others in one kernel may
+    differ in its last bits (``F.bilinear`` under autocast; the backward of ``Tensor.prod``).
 
     Args:
         window: the rates and times are of the last so many optimizer steps.
@@ -463,6 +464,9 @@ class SpeedMonitor(Monitor):
         reason = None
         if is_compiled(pl_module):
             reason = "layers are compiled"
+        elif "32-true" not in str(trainer.precision_plugin.precision) and _has_bilinear(pl_module):
+            # torch computes its inner products outside of autocast while they are counted, with other bits
+            reason = "nn.Bilinear runs under autocast"
         elif _replicas(trainer) != trainer.world_size:
             reason = "ranks share the work on a batch"
         if reason is not None:
@@ -613,6 +617,10 @@ def _given_flops(per_token: float | None, per_step: float | None) -> StepFlops |
     if per_token is not None:
         return StepFlops(per_token, "token")
     return None if per_step is None else StepFlops(per_step, "step")
+
+
+def _has_bilinear(module: nn.Module) -> bool:
+    return any(isinstance(child, nn.Bilinear) for child in module.modules())
 
 
 def _replicas(trainer: Trainer) -> int:

@@ -146,7 +146,8 @@ class FlopCount:
     def counting(self, name: str = "") -> Iterator[None]:
         """Count what runs inside, forward and backward, on any device; a block inside another adds nothing.
 
-        The operations run as they would without. Makes no device-to-host sync.
+        The operations run as they would without, but that torch does not apply autocast within a kernel meanwhile. Makes no
+        device-to-host sync.
         """
         self.blocks.add(name)
         if self._is_counting:

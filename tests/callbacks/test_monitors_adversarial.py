@@ -7,14 +7,12 @@ import gc
 import math
 import os
 import pickle
-import subprocess
 import sys
 import time
 import traceback
 import weakref
 from collections import Counter
 from collections.abc import Callable as Function
-from contextlib import ExitStack, suppress
 from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
@@ -23,15 +21,25 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint, TQDMProgressBar
+from lightning.pytorch.callbacks import (
+    Callback,
+    EarlyStopping,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+    ModelCheckpoint,
+    TQDMProgressBar,
+)
 from lightning.pytorch.loggers import CSVLogger, WandbLogger
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.tuner import Tuner
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_mp import DynamicLossScale, LossScaleMonitor, MasterWeightPrecision, Trainer, monitors
+from lightning_mp.callbacks.fingerprint import FINGERPRINT_BATCHES
 from tests.callbacks.stand_ins import Rows
+from tests.ddp.launch import scenarios_of
 from tests.instruments import SYNCING, CountSyncs
 from tests.modules import QUIET, values
 from tests.reference import same_bits
@@ -39,7 +47,6 @@ from tests.reference import same_bits
 sys.path.append(str(Path(__file__).parents[1] / "report"))
 from wandb_file import WandbFile, isolate, read
 
-ROOT = Path(__file__).parents[2]
 GROUPS = ("throughput", "memory", "loss_scale", "gradients")
 TOKENS = "throughput/tokens"
 PER_BATCH = 12.0
@@ -196,16 +203,6 @@ def test_skipped_steps_keep_rows_in_order_and_are_counted_to_the_last() -> None:
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
 def test_what_is_not_finite_arrives_as_it_is(poison: float) -> None:
-    class Poisoned(Language):
-        def on_before_optimizer_step(self, optimizer: Any) -> None:
-            self.head.bias.grad[0] = poison  # type: ignore[index]
-
-    rows = Rows()
-    trainer = make("bf16-master", rows, log_every_n_steps=1)
-    trainer.fit(Poisoned(), data(3))
-    # callbacks come before the module: the second step has what the first made of it
-    norms = [row["gradients/norm"] for row in ours(rows) if "gradients/norm" in row]
-    assert math.isfinite(norms[0])
     rows = Rows()
     trainer = make("bf16-master", rows, callbacks=monitors(gradients_every_n_steps=1), log_every_n_steps=1)
     module = Language()
@@ -300,7 +297,7 @@ def test_a_fit_after_an_exception_does_not_write_what_the_last_one_left(error: B
     before = len(ours(rows))
     trainer.callbacks = [c for c in trainer.callbacks if not isinstance(c, LossScaleMonitor)]  # type: ignore[attr-defined]
     trainer.fit(Language(), data())
-    assert_in_order(ours(rows))
+    assert_in_order(ours(rows)[before:])
     assert not any(key.startswith("loss_scale/") for row in ours(rows)[before:] for key in row)
 
 
@@ -335,6 +332,23 @@ def test_an_exception_in_any_hook_of_another_callback_can_be_followed_by_a_fit(h
     placed = [row for row in ours(rows) if TOKENS in row]
     assert all(a[TOKENS] < b[TOKENS] for a, b in pairwise(placed))
     assert trainer.global_step >= 8
+
+
+@pytest.mark.parametrize("hook", ["setup", "configure_model", "configure_optimizers", "on_fit_start"])
+@pytest.mark.parametrize("plugin", ["16-master", "stock:32-true"])
+def test_an_exception_before_training_leaves_the_plugin_as_it_was(plugin: str, hook: str) -> None:
+    def raises(*args: Any, **kwargs: Any) -> None:
+        raise ValueError("broken")
+
+    rows, module = Rows(), Language()
+    setattr(module, hook, raises)
+    trainer = make(plugin, rows)
+    with pytest.raises(ValueError, match="broken"):
+        trainer.fit(module, data())
+    assert "convert_module" not in vars(trainer.precision_plugin)
+    trainer.fit(Language(), data())
+    assert_in_order(ours(rows))
+    assert ours(rows)[-1][TOKENS] == 8 * PER_BATCH
 
 
 # --- training is what it was -----------------------------------------------------------------------------------------------
@@ -483,10 +497,12 @@ def test_between_log_steps_no_monitor_reads_a_tensor(plugin: str, by_hand: bool)
     assert SYNCING
     kind = ByHand if by_hand else Language
     without = reads_per_batch(kind(), plugin, [])
-    watched = reads_per_batch(kind(), plugin, monitors(gradients_every_n_steps=1000))
+    watched = reads_per_batch(kind(), plugin, monitors(gradients_every_n_steps=1000, fingerprints=False))
     read = [batch for batch, (one, other) in enumerate(zip(without, watched, strict=True)) if one != other]
     # from the start of a batch to the start of the next: 5 and 11 are log steps, and the gradient's only sample is the first
     assert set(read) <= {0, 5, 11}
+    hashed = reads_per_batch(kind(), plugin, monitors(gradients_every_n_steps=1000))
+    assert hashed[FINGERPRINT_BATCHES:] == watched[FINGERPRINT_BATCHES:]
     assert reads_per_batch(kind(), plugin, [Reads()]) != without, "a read would be seen"
 
 
@@ -608,6 +624,42 @@ def test_data_without_a_length_are_counted(plugin: str) -> None:
     make(plugin, rows, log_every_n_steps=1, accumulate_grad_batches=3).fit(Language(), DataLoader(Endless(), batch_size=2))
     assert_in_order(ours(rows))
     assert ours(rows)[-1][TOKENS] == 8 * PER_BATCH
+
+
+@pytest.mark.parametrize("plugin", ["16-master", "stock:32-true"])
+def test_a_module_that_takes_its_batches_itself_has_rows(plugin: str) -> None:
+    class Takes(Language):
+        def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
+            batch, _, _ = next(dataloader_iter)
+            return self.loss(batch)
+
+    rows = Rows()
+    make(plugin, rows).fit(Takes(), data())
+    assert_in_order(ours(rows))
+    assert ours(rows)[-1][TOKENS] == 8 * PER_BATCH
+
+
+@pytest.mark.parametrize("is_callback", [False, True])
+def test_the_steps_of_a_search_for_the_learning_rate_are_not_in_the_totals(
+    is_callback: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows, watching = Rows(), monitors(gradients_every_n_steps=3)
+    search = [LearningRateFinder(num_training_steps=10)] if is_callback else []
+    trainer = make("bf16-master", rows, [*watching, *search], enable_checkpointing=True, default_root_dir=tmp_path)
+    module = Language()
+    if not is_callback:
+        Tuner(trainer).lr_find(module, data(40), num_training=10)
+    trainer.fit(module, data(12))
+    assert_in_order(ours(rows))
+    assert trainer.callback_metrics[TOKENS] == 12 * PER_BATCH
+
+
+def test_a_schedule_of_accumulation_keeps_rows_in_order() -> None:
+    rows = Rows()
+    schedule = GradientAccumulationScheduler({0: 2, 1: 4})
+    make("16-master", rows, [*monitors(), schedule], log_every_n_steps=1, max_epochs=2).fit(Language(), data())
+    assert [row[TOKENS] for row in ours(rows)] == [24, 48, 72, 96, 144, 192]
 
 
 def test_validating_testing_and_predicting_need_no_fit() -> None:
@@ -806,14 +858,6 @@ class SkipsAtOne(Language):
         return loss
 
 
-def none_in_window(folder: Path) -> dict[str, Any]:
-    """On rank 1 alone the first batch of each window of two is None."""
-    batches = [None if RANK == 1 and index % 2 == 0 else batch for index, batch in enumerate(data())]
-    loader = DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
-    options = {"accumulate_grad_batches": 2, "log_every_n_steps": 1, "use_distributed_sampler": False}
-    return fit_two(Language(), "stock:32-true", Rows(), batches=loader, **options)
-
-
 def fewer(folder: Path) -> dict[str, Any]:
     batches = DataLoader(list(data(8).dataset)[: 16 - 2 * RANK], batch_size=2)  # type: ignore[call-overload, var-annotated]
     return fit_two(Language(), "16-master", Rows(), batches=batches, use_distributed_sampler=False, log_every_n_steps=1)
@@ -822,9 +866,7 @@ def fewer(folder: Path) -> dict[str, Any]:
 SCENARIOS: dict[str, Function[[Path], dict[str, Any]]] = {
     "ours": lambda folder: fit_two(Language(), "16-master", Rows()),
     "stock": lambda folder: fit_two(Language(), "stock:32-true", Rows()),
-    "accumulated": lambda folder: fit_two(
-        NoneInWindow(), "stock:32-true", Rows(), accumulate_grad_batches=2, log_every_n_steps=1
-    ),
+    "accumulated": lambda folder: fit_two(Language(), "stock:32-true", Rows(), accumulate_grad_batches=3, log_every_n_steps=2),
     "overflow": lambda folder: fit_two(SkipsAtOne(), "16-master", Rows()),
     "wandb": two_with_wandb,
     "stops": lambda folder: fit_two(Language(), "16-master", Rows(), StopsAtOne()),
@@ -834,43 +876,8 @@ SCENARIOS: dict[str, Function[[Path], dict[str, Any]]] = {
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The results of every scenario on both ranks, each scenario in a launch of its own."""
-    from tests.ddp.test_ddp import free_port
-
-    folder = tmp_path_factory.mktemp("monitor-ranks")
-    known: dict[str, list[dict[str, Any]]] = {}
-
-    def launch(name: str) -> list[dict[str, Any]]:
-        place = folder / name
-        place.mkdir()
-        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "OMP_NUM_THREADS": "1", "NODE_RANK": "0"}
-        deadline = time.monotonic() + 60
-        with ExitStack() as stack:
-            processes = []
-            for rank in (0, 1):
-                log = stack.enter_context(open(place / f"rank-{rank}.log", "w"))
-                command = [sys.executable, "-m", "tests.callbacks.test_monitors_adversarial", name, str(place)]
-                env = {**os.environ, **shared, "LOCAL_RANK": str(rank)}
-                processes.append(subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=subprocess.STDOUT))
-                stack.callback(processes[-1].kill)
-            for process in processes:
-                with suppress(subprocess.TimeoutExpired):
-                    process.wait(timeout=max(0, deadline - time.monotonic()))
-        results = []
-        for rank in (0, 1):
-            file = place / f"rank-{rank}.pt"
-            found = torch.load(file, weights_only=True) if file.exists() else None
-            if not isinstance(found, dict):
-                pytest.fail(f"rank {rank}: {found or (place / f'rank-{rank}.log').read_text()[-2000:]}", pytrace=False)
-            results.append({**found, "folder": place})
-        return results
-
-    def get(name: str) -> list[dict[str, Any]]:
-        if name not in known:
-            known[name] = launch(name)
-        return known[name]
-
-    return get
+    """The results of every scenario on both ranks. One launch serves all tests."""
+    return scenarios_of("tests.callbacks.test_monitors_adversarial", tmp_path_factory.mktemp("monitor-ranks"))
 
 
 @pytest.mark.parametrize("name", ["ours", "stock", "accumulated", "overflow"])
@@ -878,7 +885,7 @@ def test_ranks_agree_on_every_value_and_rows_are_in_order(two_ranks: Any, name: 
     first, second = two_ranks(name)
     assert (first["error"], second["error"]) == (None, None)
     assert first["metrics"] == second["metrics"]
-    assert first["steps"] == second["steps"] == (4 if name == "accumulated" else 8)
+    assert first["steps"] == second["steps"] == (3 if name == "accumulated" else 8)
     assert_in_order(first["rows"])
     assert first["metrics"][TOKENS] == (12 if name == "accumulated" else 16) * PER_BATCH
 
@@ -887,8 +894,8 @@ def test_only_rank_0_opens_a_run_and_its_rows_count_both_ranks(two_ranks: Any) -
     first, second = two_ranks("wandb")
     assert (first["error"], second["error"]) == (None, None)
     assert first["metrics"] == second["metrics"]
-    assert not list((second["folder"] / "wandb-1").rglob("*.wandb"))
-    file = read(first["folder"] / "wandb-0")
+    assert not list((two_ranks.folder / "wandb-1").rglob("*.wandb"))
+    file = read(two_ranks.folder / "wandb-0")
     places = [row.get(TOKENS) for row in rows_of(file)]
     assert places[-1] == 16 * PER_BATCH
     assert None not in places
@@ -910,15 +917,17 @@ def test_a_rank_with_fewer_batches_waits_for_no_collective_of_a_monitor(two_rank
     assert first["steps"] >= 7
 
 
-def main(name: str, folder: Path) -> None:
+def main(folder: Path) -> None:
     torch.set_num_threads(1)
-    try:
-        result: Any = SCENARIOS[name](folder)
-    except Exception:
-        result = traceback.format_exc()
-    torch.save(result, folder / f"rank-{RANK}.pt")
+    results: dict[str, Any] = {}
+    for name, scenario in SCENARIOS.items():
+        try:
+            results[name] = scenario(folder)
+        except Exception:
+            results[name] = traceback.format_exc()
+        torch.save(results, folder / f"rank-{RANK}.pt")
     os._exit(0)  # not through the shutdown of a process group that may be broken
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(Path(sys.argv[1]))
