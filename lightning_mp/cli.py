@@ -171,7 +171,8 @@ class MixedPrecisionCLI(LightningCLI):
 
     def monitors(self) -> list[Callback]:
         """The monitors that the configuration asks for."""
-        return lightning_mp.monitors(**self._get(self.config_init, "monitors"))
+        settings = self._get(self.config_init, "monitors")
+        return [] if settings is None else lightning_mp.monitors(**settings)
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Parse, and remember which values the user gave."""
@@ -348,7 +349,8 @@ Any other option goes to the configuration, as in `lightning-mp fit`:
   lightning-mp compare -c config.yaml --trainer.max_steps=200 --model.init_args.lr=1e-3
 
 The configuration's own precision, loggers and checkpoint callbacks are replaced. If its precision_plugin is a class
-with settings, `*-master` and `16-mixed` keep those settings; a loss scale is for fp16 alone.
+with settings, `*-master` and `16-mixed` keep those settings; a loss scale is for fp16 alone. `--monitors.*` has no
+effect: a comparison measures by itself.
 
 Exit status: 0; 1 if every precision failed; 2 for bad input; 130 if interrupted."""
 

@@ -730,7 +730,7 @@ class MasterWeightPrecision(Precision):
         """Say in the checkpoint how it was made.
 
         Keys of ``checkpoint["lightning_mp"]``: ``format`` (1), ``precision``, ``master``, ``full_copies``, the names of the
-        parameters that have a full copy, and, where gradients are checked, ``loss_scaling`` (see
+        parameters that have a full copy, and ``loss_scaling``, the counts of steps and the loss scale (see
         :meth:`lightning_mp.scaling.LossScaling.state_dict`). The masters themselves are in ``checkpoint["state_dict"]``.
         """
         if self._window_is_open:
@@ -744,8 +744,7 @@ class MasterWeightPrecision(Precision):
             "master": str(self.master),
             "full_copies": self._masters.full_copies if self._module is not None else self._last_full_copies,
         }
-        if self._scaling.checks:
-            checkpoint[CHECKPOINT_KEY]["loss_scaling"] = self._scaling.state_dict()
+        checkpoint[CHECKPOINT_KEY]["loss_scaling"] = self._scaling.state_dict()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Take up where the checkpoint left off, and say what it lacks."""
@@ -759,7 +758,7 @@ class MasterWeightPrecision(Precision):
                     "The checkpoint holds 16-bit weights, so the fp32 masters start from rounded values. A checkpoint saved"
                     " under 'bf16-master', 'bf16-mixed' or '32-true' has them in full."
                 )
-        if self._scaling.checks and self._is_fitting:
+        if self._is_fitting:
             self._load_scaling(checkpoint)
         if saved is not None and saved["precision"] != self.precision:
             rank_zero_info(f"The checkpoint was saved under {saved['precision']!r}; the run goes on under {self.precision!r}.")
@@ -767,22 +766,25 @@ class MasterWeightPrecision(Precision):
     def _load_scaling(self, checkpoint: dict[str, Any]) -> None:
         saved = checkpoint.get(CHECKPOINT_KEY, {}).get("loss_scaling")
         stock = checkpoint.get("MixedPrecision", {}).get("scale")  # Lightning's own 16-mixed: the state of torch's GradScaler
+        before = _scaler_settings(self._scaling.scale)
         if saved is not None:
-            before = self.settings()["loss_scale"]
             self._scaling.load_state_dict(saved)
-            after = _scaler_settings(self._scaling.scale)
-            replaced = {key: value for key, value in after.items() if key in before and before[key] != value}
-            if replaced and before["kind"] == after["kind"]:
-                rank_zero_info(
-                    f"Settings of the loss scale are those of the checkpoint: {replaced}, where the plugin was given"
-                    f" { ({key: before[key] for key in replaced}) }. To change them, set trainer.precision_plugin.loss_scale in"
-                    " on_train_start."
-                )
-        elif stock is not None and self._scaling.is_active:
+        if not self._scaling.is_active:
+            return
+        if stock is not None:
             self._scaling.scale = self._scaling.scale.with_scale(stock)
             rank_zero_info(f"The loss scale goes on at {stock:g}, from a checkpoint of Lightning's '16-mixed'.")
-        elif self._scaling.is_active:
+        elif saved is None or saved.get("loss_scale", {}).get("kind", "none") == "none":
             rank_zero_info(f"The checkpoint has no loss scale; it starts at {self._scaling.scale.scale:g}.")
+        else:
+            after = _scaler_settings(self._scaling.scale)
+            replaced = {key: value for key, value in after.items() if key in before and before[key] != value}
+            given = {key: before[key] for key in replaced}
+            if replaced:
+                rank_zero_info(
+                    f"Settings of the loss scale are those of the checkpoint: {replaced}, where the plugin was given {given}."
+                    " To change them, set trainer.precision_plugin.loss_scale in on_train_start."
+                )
 
     # --- after training ------------------------------------------------------------------------------------------------
 

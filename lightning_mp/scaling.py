@@ -457,7 +457,7 @@ class LossScaling:
         self._consecutive_skips = dict(enumerate(state.get("consecutive_skips", [])))
         self._overflowed_at_floor = set(state.get("overflowed_at_floor", []))
         saved = state.get("loss_scale")
-        if saved is not None and self.is_active:
+        if saved is not None and self.is_active and saved.get("kind") != "none":
             self.scale = self._scale.load_state_dict(saved)
 
 

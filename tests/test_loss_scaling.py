@@ -2347,3 +2347,14 @@ def test_scaler_settings_that_a_checkpoint_replaces_are_said(tmp_path, said):
     trainer.fit(Rows(torch.ones(2, 2)), ckpt_path=path)
     assert "growth_interval': 7|growth_interval': 5|precision_plugin.loss_scale" in said
     assert again.loss_scale.growth_interval == 7
+
+
+@pytest.mark.parametrize("precision", ["bf16-master", "32-true", "16-mixed"])
+def test_counts_go_on_after_a_resume_under_every_precision(precision, tmp_path):
+    module = Rows(torch.ones(3, 2))
+    fit(module, MasterWeightPrecision(precision))
+    path = tmp_path / "last.ckpt"
+    module.trainer.save_checkpoint(path)
+    plugin = MasterWeightPrecision(precision)
+    Trainer(precision_plugin=plugin, **{**QUIET, "max_epochs": 2}).fit(Rows(torch.ones(3, 2)), ckpt_path=path)
+    assert plugin.applied_steps == 6
