@@ -138,7 +138,7 @@ def alert(trainer: Trainer, title: str, text: str) -> None:
     if trainer.is_global_zero:
         for logger in trainer.loggers:
             if isinstance(logger, WandbLogger):
-                logger.experiment.alert(title=title, text=text)
+                logger.experiment.alert(title=title, text=text, level="WARN")
 
 
 def describe(trainer: Trainer) -> dict[str, Any]:

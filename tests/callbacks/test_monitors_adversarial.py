@@ -770,7 +770,7 @@ class Alerts(WandbLogger):
     def experiment(self) -> Any:
         return self
 
-    def alert(self, title: str, text: str) -> None:
+    def alert(self, title: str, text: str, level: str) -> None:
         self.alerts.append(title)
 
     def update(self, *args: Any, **kwargs: Any) -> None:
