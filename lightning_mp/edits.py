@@ -44,14 +44,7 @@ def may_edit_gradients(module: Module, trainer: pl.Trainer | None) -> bool:
 
     That is so in manual optimization, and where ``on_after_backward`` or ``optimizer_step`` is overridden.
     """
-    if trainer is None or not isinstance(module, pl.LightningModule):
-        return True
-    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-    return (
-        not module.automatic_optimization
-        or any(is_overridden(hook, module) for hook in ("on_after_backward", "optimizer_step"))
-        or any(type(callback).on_after_backward is not pl.Callback.on_after_backward for callback in callbacks)
-    )
+    return _has_own(module, trainer, module_hooks=("on_after_backward", "optimizer_step"), callback_hook="on_after_backward")
 
 
 def may_use_old_gradients(module: Module, trainer: pl.Trainer | None) -> bool:
@@ -60,13 +53,20 @@ def may_use_old_gradients(module: Module, trainer: pl.Trainer | None) -> bool:
     That is so in manual optimization, and where ``optimizer_zero_grad`` or ``on_before_zero_grad`` is overridden. That a
     ``training_step`` reads them is not looked for.
     """
+    hooks = ("optimizer_zero_grad", "on_before_zero_grad")
+    return _has_own(module, trainer, module_hooks=hooks, callback_hook="on_before_zero_grad")
+
+
+def _has_own(module: Module, trainer: pl.Trainer | None, module_hooks: tuple[str, ...], callback_hook: str) -> bool:
+    """Whether optimization is manual, or a hook is overridden in the module or a callback. Without a trainer it is assumed."""
     if trainer is None or not isinstance(module, pl.LightningModule):
         return True
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    plain = getattr(pl.Callback, callback_hook)
     return (
         not module.automatic_optimization
-        or any(is_overridden(hook, module) for hook in ("optimizer_zero_grad", "on_before_zero_grad"))
-        or any(type(callback).on_before_zero_grad is not pl.Callback.on_before_zero_grad for callback in callbacks)
+        or any(is_overridden(hook, module) for hook in module_hooks)
+        or any(getattr(type(callback), callback_hook) is not plain for callback in callbacks)
     )
 
 

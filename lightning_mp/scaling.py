@@ -41,10 +41,16 @@ from torch.optim import Optimizer
 from torch.utils.weak import TensorWeakRef
 
 from lightning_mp.gradients import LOW, scale_, unscale_
-from lightning_mp.numerics.loss_scale import AdaptiveLossScale, DynamicLossScale, LossScale, NoLossScale, StaticLossScale
+from lightning_mp.numerics.loss_scale import (
+    FP16_MAX,
+    AdaptiveLossScale,
+    DynamicLossScale,
+    LossScale,
+    NoLossScale,
+    StaticLossScale,
+)
 from lightning_mp.swap import nested_optimizers, requires_closure
 
-FP16_MAX = 65504.0
 #: The largest power of two that fp16 holds: what an fp16 loss can be multiplied by, as that is the gradient it gets.
 MAX_SCALE_OF_FP16_LOSS = 2.0**15
 

@@ -103,7 +103,7 @@ class RunFingerprint:
 
 
 class FingerprintMonitor(Monitor):
-    """Writes the fingerprints of a run to its config in Weights & Biases: ``lightning_mp.monitors.FingerprintMonitor``.
+    """Writes the fingerprints of a run to its config in Weights & Biases.
 
     Two runs whose ``weights`` and ``batches`` are equal started from the same weights and saw the same data in the same order,
     so that their curves can be compared point by point. The weights are those before the precision plugin converts them, so
@@ -138,9 +138,6 @@ class FingerprintMonitor(Monitor):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Take the first batches in."""
         self._found.add(batch)
-
-    def batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any) -> None:
-        """Nothing is measured at the end of a batch."""
 
     def recipe(self) -> dict[str, str | float]:
         """``weights`` and ``batches``, 64 hexadecimal digits each, once all of the first batches were seen."""

@@ -5,9 +5,10 @@ number that is sampled, or unknown for a while, would look as if it had been mea
 device, which makes the host wait, and takes a fraction of a millisecond for each. Here loggers get a value once, and
 ``trainer.callback_metrics``, which ``ModelCheckpoint`` and ``EarlyStopping`` read, keeps the last known one, on the CPU.
 
-**One row.** What all monitors of a trainer publish is collected, and given to each logger in one piece, at a step at which
-Lightning logs (``log_every_n_steps``), when the last monitor is done with the batch. What was sampled in between waits for that
-step. So each row of Weights & Biases has ``throughput/tokens``, its x axis, and what belongs together can be compared.
+**One row.** What all monitors of a trainer publish in a step is collected, and given to each logger in one piece when the last
+monitor is done with the batch: at a step at which Lightning logs (``log_every_n_steps``), or which a monitor sampled. What is
+not due for the loggers waits for the next row. So each row of Weights & Biases has ``throughput/tokens``, its x axis, and what
+belongs together can be compared.
 """
 
 from __future__ import annotations

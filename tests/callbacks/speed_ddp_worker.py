@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import sys
 import time
-import traceback
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from lightning_mp.callbacks import speed
 from lightning_mp.callbacks.speed import SpeedMonitor
 from tests.callbacks.stand_ins import Rows
 from tests.callbacks.test_speed_monitor import LENGTHS, LanguageModel, World, padded, plain
+from tests.ddp.launch import run_scenarios
 from tests.modules import QUIET
 
 RANK = int(os.environ.get("LOCAL_RANK", 0))
@@ -136,16 +136,5 @@ SCENARIOS = {
 TOKENS = {rank: 2 * sum(length + MORE[rank] for length in LENGTHS) for rank in (0, 1)}
 
 
-def main(folder: Path) -> None:
-    results: dict[str, Any] = {}
-    for name, scenario in SCENARIOS.items():
-        try:
-            results[name] = scenario(folder)
-        except Exception:
-            results[name] = traceback.format_exc()
-        torch.save(results, folder / f"rank-{RANK}.pt")
-    os._exit(0)  # not through the shutdown of a process group that may be broken
-
-
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    run_scenarios(SCENARIOS, Path(sys.argv[1]))

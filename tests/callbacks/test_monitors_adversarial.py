@@ -9,7 +9,6 @@ import os
 import pickle
 import sys
 import time
-import traceback
 import weakref
 from collections import Counter
 from collections.abc import Callable as Function
@@ -39,7 +38,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_mp import DynamicLossScale, LossScaleMonitor, MasterWeightPrecision, Trainer, monitors
 from lightning_mp.callbacks.fingerprint import FINGERPRINT_BATCHES
 from tests.callbacks.stand_ins import Rows
-from tests.ddp.launch import scenarios_of
+from tests.ddp.launch import run_scenarios, scenarios_of
 from tests.instruments import SYNCING, CountSyncs
 from tests.modules import QUIET, values
 from tests.reference import same_bits
@@ -917,17 +916,6 @@ def test_a_rank_with_fewer_batches_waits_for_no_collective_of_a_monitor(two_rank
     assert first["steps"] >= 7
 
 
-def main(folder: Path) -> None:
-    torch.set_num_threads(1)
-    results: dict[str, Any] = {}
-    for name, scenario in SCENARIOS.items():
-        try:
-            results[name] = scenario(folder)
-        except Exception:
-            results[name] = traceback.format_exc()
-        torch.save(results, folder / f"rank-{RANK}.pt")
-    os._exit(0)  # not through the shutdown of a process group that may be broken
-
-
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    torch.set_num_threads(1)
+    run_scenarios(SCENARIOS, Path(sys.argv[1]))

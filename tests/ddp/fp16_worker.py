@@ -12,21 +12,18 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-import lightning_mp
 from lightning_mp import AdaptiveLossScale, DynamicLossScale, MasterWeightPrecision
 from tests.ddp import worker
-from tests.ddp.worker import OPTIONS, rank, weights
+from tests.ddp.worker import OPTIONS, quiet_trainer, rank, weights
 
 PRECISIONS = ("16-master", "16-mixed")
 WINDOWED = ("plain", "view", "unused")  # DistributedDataParallel itself has no windows in a static graph
@@ -49,25 +46,9 @@ def make_trainer(
     ranks: int, precision: str, scaler: Any = None, plugin: Any = None, ddp: Any = None, **kwargs: Any
 ) -> L.Trainer:
     """A quiet trainer over one or two processes."""
-    strategy: Any = DDPStrategy(timeout=timedelta(seconds=15), **(ddp or {})) if ranks == 2 else "auto"
-    settings = {
-        "accelerator": "cpu",
-        "devices": ranks,
-        "strategy": strategy,
-        "use_distributed_sampler": False,
-        "max_epochs": 1,
-        "logger": False,
-        "enable_checkpointing": any(isinstance(callback, Checkpoint) for callback in kwargs.get("callbacks", ())),
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "num_sanity_val_steps": 0,
-        "limit_val_batches": 0,
-        **kwargs,
-    }
     scaler = dynamic(ranks) if scaler is None else scaler
-    return lightning_mp.Trainer(
-        precision_plugin=MasterWeightPrecision(precision, loss_scale=scaler, **(plugin or {})), **settings
-    )
+    precision_plugin = MasterWeightPrecision(precision, loss_scale=scaler, **(plugin or {}))
+    return quiet_trainer(ranks, precision_plugin, ddp, timeout_s=15, **kwargs)
 
 
 class Notes:

@@ -7,7 +7,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,22 @@ def launch(module: str, folder: Path, timeout_s: float = 150) -> None:
         for process in processes:
             with suppress(subprocess.TimeoutExpired):  # the scenarios that are missing say so
                 process.wait(timeout=max(0, deadline - time.monotonic()))
+
+
+def run_scenarios(scenarios: Mapping[str, Callable[[Path], Any]], folder: Path) -> None:
+    """In a worker: run every scenario, keep its results or its traceback, and leave.
+
+    Not through the shutdown of a process group that may be broken.
+    """
+    rank = os.environ["LOCAL_RANK"]
+    results: dict[str, Any] = {}
+    for name, scenario in scenarios.items():
+        try:
+            results[name] = scenario(folder)
+        except Exception:
+            results[name] = traceback.format_exc()
+        torch.save(results, folder / f"rank-{rank}.pt")
+    os._exit(0)
 
 
 def scenarios_of(module: str, folder: Path, timeout_s: float = 150) -> Callable[[str], tuple[Any, Any]]:

@@ -24,19 +24,6 @@ def two_ranks(tmp_path_factory):
     return scenarios_of("tests.ddp.worker", tmp_path_factory.mktemp("ranks"))
 
 
-@pytest.fixture(scope="module")
-def single():
-    """Results of scenarios in one process; each is run when it is first asked for."""
-    results: dict[Any, Any] = {}
-
-    def get(scenario: Any, *args: Any) -> Any:
-        if (scenario, args) not in results:
-            results[scenario, args] = scenario(1, *args)
-        return results[scenario, args]
-
-    return get
-
-
 def different(left: Any, right: Any) -> list[str]:
     """Where two lists of dicts of tensors differ."""
     left, right = ([x] if isinstance(x, dict) else x for x in (left, right))

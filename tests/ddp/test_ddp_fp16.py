@@ -23,19 +23,6 @@ def two_ranks(tmp_path_factory):
     return scenarios_of("tests.ddp.fp16_worker", tmp_path_factory.mktemp("fp16-ranks"), timeout_s=120)
 
 
-@pytest.fixture(scope="module")
-def single():
-    """Results of scenarios in one process; each is run when it is first asked for."""
-    results: dict[Any, Any] = {}
-
-    def get(scenario: Any, *args: Any) -> Any:
-        if (scenario, args) not in results:
-            results[scenario, args] = scenario(1, *args)
-        return results[scenario, args]
-
-    return get
-
-
 def assert_agree(first: dict[str, Any], second: dict[str, Any]) -> None:
     """Both ranks have the same masters, scales and counts all along, and moved."""
     assert not different(first["masters"], second["masters"])

@@ -40,9 +40,9 @@ OPTIONS = {
 A7 = 65  # micro-batches in the window of case A7
 
 
-def make_trainer(ranks: int, storage: str, plugin: dict[str, Any] | None = None, ddp: Any = None, **kwargs: Any) -> L.Trainer:
-    """A quiet trainer over one or two processes. Over one, each pair of micro-batches is accumulated."""
-    strategy: Any = DDPStrategy(timeout=timedelta(seconds=20), **(ddp or {})) if ranks == 2 else "auto"
+def quiet_trainer(ranks: int, plugin: MasterWeightPrecision, ddp: Any = None, timeout_s: int = 20, **kwargs: Any) -> L.Trainer:
+    """A quiet trainer over one or two processes."""
+    strategy: Any = DDPStrategy(timeout=timedelta(seconds=timeout_s), **(ddp or {})) if ranks == 2 else "auto"
     settings = {
         "accelerator": "cpu",
         "devices": ranks,
@@ -57,9 +57,12 @@ def make_trainer(ranks: int, storage: str, plugin: dict[str, Any] | None = None,
         "limit_val_batches": 0,
         **kwargs,
     }
-    return lightning_mp.Trainer(
-        precision_plugin=MasterWeightPrecision("bf16-master", master=storage, **(plugin or {})), **settings
-    )
+    return lightning_mp.Trainer(precision_plugin=plugin, **settings)
+
+
+def make_trainer(ranks: int, storage: str, plugin: dict[str, Any] | None = None, ddp: Any = None, **kwargs: Any) -> L.Trainer:
+    """A trainer with bf16 masters. Over one process, each pair of micro-batches is accumulated."""
+    return quiet_trainer(ranks, MasterWeightPrecision("bf16-master", master=storage, **(plugin or {})), ddp, **kwargs)
 
 
 class Module(L.LightningModule):
