@@ -9,6 +9,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lightning_mp.callbacks.baseline import BaselineRecorder as BaselineRecorder
+    from lightning_mp.callbacks.divergence import DivergenceMonitor as DivergenceMonitor
     from lightning_mp.callbacks.gradients import GradientRangeMonitor as GradientRangeMonitor
     from lightning_mp.callbacks.loss_scale import LossScaleMonitor as LossScaleMonitor
     from lightning_mp.callbacks.memory import MemoryMonitor as MemoryMonitor
@@ -25,6 +27,8 @@ __version__ = "0.1.0"
 
 _PUBLIC = {
     "AdaptiveLossScale": "lightning_mp.numerics.loss_scale",
+    "BaselineRecorder": "lightning_mp.callbacks.baseline",
+    "DivergenceMonitor": "lightning_mp.callbacks.divergence",
     "DynamicLossScale": "lightning_mp.numerics.loss_scale",
     "GradientRangeMonitor": "lightning_mp.callbacks.gradients",
     "LossScaleMonitor": "lightning_mp.callbacks.loss_scale",
@@ -38,6 +42,8 @@ _PUBLIC = {
 }
 __all__ = [
     "AdaptiveLossScale",
+    "BaselineRecorder",
+    "DivergenceMonitor",
     "DynamicLossScale",
     "GradientRangeMonitor",
     "LossScaleMonitor",

@@ -1,4 +1,4 @@
-"""The command line: `lightning-mp fit | validate | test | predict | compare`.
+"""The command line: `lightning-mp fit | validate | test | predict | compare | report`.
 
 The first four are LightningCLI over `lightning_mp.Trainer`, with any importable model and data module; classes are also
 found in the current directory. What is different from stock LightningCLI:
@@ -16,7 +16,8 @@ found in the current directory. What is different from stock LightningCLI:
 - With `--ckpt_path FILE`, hyperparameters in the checkpoint fill in model arguments that were not given. Stock
   LightningCLI lets them replace what the user gave, and stops at one that the model does not have.
 
-`compare` trains one configuration under several precisions and prints what each cost; see `report.compare`.
+`compare` trains one configuration under several precisions, judges each against fp32, and prints what each cost; see
+`report.compare`. `report` makes a page of saved runs; see `report.sources`.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from __future__ import annotations
 import argparse
 import os
 import pickle
+import shlex
 import signal
 import sys
 import threading
@@ -47,18 +49,22 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from rich.console import Console
 
 import lightning_mp
+from lightning_mp.files import write_text
+from lightning_mp.numerics.baseline import BaselineError, join_baselines, read_baseline
+from lightning_mp.numerics.divergence import DivergenceTest
 from lightning_mp.numerics.loss_scale import LossScale
-from lightning_mp.report.candidates import CANDIDATES, DEFAULT, FP16, SLOW_FP16, parse_precisions
+from lightning_mp.report.candidates import CANDIDATES, DEFAULT, FP16, REFERENCE, SLOW_FP16, parse_precisions
 from lightning_mp.report.compare import Plan, run_comparison
-from lightning_mp.report.files import new_run_folder, write_text
+from lightning_mp.report.files import new_run_folder
 from lightning_mp.report.results import INTERRUPTED, OK, Comparison
 from lightning_mp.report.table import WIDTH, comparison_table, reading_help
-from lightning_mp.report.wandb import MODES
+from lightning_mp.report.wandb import MODES, Mode, log_pictures
 from lightning_mp.report.worker import EventWriter, WorkerReport, WorkerSpec
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+REPORT_FILE = "report.html"
 BAD_INPUT = 2  # exit status, as argparse uses it
 
 
@@ -67,7 +73,7 @@ class UsageError(Exception):
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit status: 0 done, 1 every precision of a comparison failed, 2 bad input.
+    """Run the command line and return the exit status: 0 done, 1 a comparison failed, 2 bad input.
 
     Args:
         args: what would stand behind `lightning-mp`; `sys.argv` by default.
@@ -83,12 +89,14 @@ def main(args: Sequence[str] | None = None) -> int:
             print(f"lightning-mp {lightning_mp.__version__}")
         elif args[0] == "compare":
             return _compare(args[1:])
+        elif args[0] == "report":
+            return _report(args[1:])
         elif args[0] == _WORKER:
             return _work(args[1])
         elif args[0] in MixedPrecisionCLI.subcommands() or args[0].startswith("-"):
             MixedPrecisionCLI(args)
         else:
-            known = ", ".join([*MixedPrecisionCLI.subcommands(), "compare"])
+            known = ", ".join([*MixedPrecisionCLI.subcommands(), "compare", "report"])
             raise UsageError(f"unknown command {args[0]!r}. Known commands: {known}.")
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -97,10 +105,11 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 _WORKER = "_compare-worker"
-_HELP = """usage: lightning-mp {fit,validate,test,predict,compare} [-h] ...
+_HELP = """usage: lightning-mp {fit,validate,test,predict,compare,report} [-h] ...
 
   fit, validate, test, predict   one run, as in LightningCLI: --config FILE, --model, --data, --trainer.* ...
   compare                        train one configuration under several precisions and print what each cost
+  report                         make a page of saved runs
 
 Try: lightning-mp fit --help, or lightning-mp compare --help."""
 
@@ -283,8 +292,15 @@ def _compare(args: list[str]) -> int:
         precisions = parse_precisions(options.precisions)
     except ValueError as error:
         raise UsageError(str(error)) from error
+    required = _check_required(options.require, precisions)
     _check_files(options.config)
     _check_assignments(options.set)
+    baselines = _check_baselines(options.baseline)
+    if options.seeds < 1 or (options.seeds > 1 and (baselines or REFERENCE not in precisions)):
+        raise UsageError(
+            f"--seeds {options.seeds} is how many seeds of {REFERENCE} are run to make a baseline: 1 or more; if more than 1,"
+            f" with {REFERENCE} among --precisions and without --baseline."
+        )
 
     configuration = _ConfigurationOnly(options.config, overrides)
     seed = configuration.seed if options.seed is None else options.seed
@@ -303,19 +319,29 @@ def _compare(args: list[str]) -> int:
         overrides=tuple(overrides),
         seed=seed,
         precisions=precisions,
+        seeds=options.seeds,
+        baselines=baselines,
+        required=required,
     )
     plan = Plan(
         folder=folder,
         worker_command=(sys.executable, "-m", "lightning_mp", _WORKER),
         wandb_mode=options.wandb,
         settings={"config_files": options.config, "overrides": overrides, "config": configuration.as_dict()},
+        force=options.force,
     )
     with _terminate_as_interrupt():
         comparison = run_comparison(comparison, plan, console)
     _print_report(comparison, folder)
+    _write_page([folder], folder / REPORT_FILE, command=shlex.join(comparison.command), wandb=(options.wandb, folder))
     if comparison.status == INTERRUPTED:
         return 128 + signal.SIGINT
-    return 0 if any(result.status == OK for result in comparison.results) else 1
+    for missed in comparison.missed:
+        name, why = (
+            (missed, "was not run") if isinstance(missed, str) else (missed.precision, missed.verdict_status or missed.status)
+        )
+        print(f"required: {name} does not match the baseline ({why}).", file=sys.stderr)
+    return 0 if any(result.status == OK for result in comparison.results) and not comparison.missed else 1
 
 
 def _compare_parser() -> argparse.ArgumentParser:
@@ -336,6 +362,10 @@ def _compare_parser() -> argparse.ArgumentParser:
     add("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="override the configuration")
     add("--output-dir", default="runs", help="each comparison makes a folder of its own in here (default: runs)")
     add("--wandb", choices=MODES, default="offline", help="Weights & Biases (default: offline)")
+    add("--baseline", action="append", default=[], metavar="FILE", help="judge by this baseline; repeat for several seeds")
+    add("--seeds", type=int, default=1, metavar="N", help="run 32-true with N seeds, a baseline with a band (default: 1)")
+    add("--force", action="store_true", help="judge even if settings differ from the baseline's")
+    add("--require", metavar="NAMES", help="exit with status 1 unless these precisions match the baseline; or `all`")
     add("--seed", type=int, help="default: the configuration's seed_everything, or 0 if that is not a number")
     return parser
 
@@ -348,11 +378,38 @@ _COMPARE_EPILOG = """\
 Any other option goes to the configuration, as in `lightning-mp fit`:
   lightning-mp compare -c config.yaml --trainer.max_steps=200 --model.init_args.lr=1e-3
 
+32-true runs first and records a baseline, baseline.json in its folder; the others are judged by it, and the folder
+gets a page, report.html. With --baseline FILE another baseline takes its place, and 32-true is judged, too.
+
 The configuration's own precision, loggers and checkpoint callbacks are replaced. If its precision_plugin is a class
 with settings, `*-master` and `16-mixed` keep those settings; a loss scale is for fp16 alone. `--monitors.*` has no
 effect: a comparison measures by itself.
 
-Exit status: 0; 1 if every precision failed; 2 for bad input; 130 if interrupted."""
+Exit status: 0; 1 if every precision failed, or one of --require does not match; 2 for bad input; 130 if interrupted."""
+
+
+def _check_required(text: str | None, precisions: Sequence[str]) -> tuple[str, ...]:
+    if text is None:
+        return ()
+    names = [name for name in precisions if name != REFERENCE] if text == "all" else [name.strip() for name in text.split(",")]
+    absent = [name for name in names if name not in precisions]
+    if absent or not names:
+        raise UsageError(
+            f"--require {text} names {', '.join(map(repr, absent)) or 'nothing'}, which is not among the precisions that are"
+            f" run: {', '.join(precisions)}."
+        )
+    return tuple(names)
+
+
+def _check_baselines(files: Sequence[str]) -> tuple[str, ...]:
+    """Read baselines before anything is run, so that a bad one is refused at once."""
+    try:
+        found = [read_baseline(file) for file in files]
+        if found:
+            DivergenceTest(join_baselines(found))
+    except BaselineError as error:
+        raise UsageError(f"--baseline: {error}") from error
+    return tuple(str(Path(file).resolve()) for file in files)
 
 
 def _check_files(files: Sequence[str]) -> None:
@@ -376,6 +433,84 @@ def _print_report(comparison: Comparison, folder: Path) -> None:
     for line in capture.get().splitlines():
         print(line.rstrip())
     print(f"Files: {folder}")
+
+
+def _write_page(
+    sources: Sequence[Path],
+    path: Path,
+    *,
+    wandb: tuple[Mode, Path] | None = None,
+    **options: Any,
+) -> None:
+    """Make a report page of saved runs."""
+    from lightning_mp.report import page  # with matplotlib, a second that other commands do not need
+    from lightning_mp.report.drawing import Picture
+    from lightning_mp.report.figures import pictures
+    from lightning_mp.report.images import to_png
+    from lightning_mp.report.sources import story_of
+
+    story = story_of(sources, **options)
+    page.write(path, story)
+    print(f"Report: {path}")
+    if wandb is not None:
+        mode, folder = wandb
+        drawn = {} if mode == "disabled" else {p.key: to_png(p) for p in pictures(story) if isinstance(p, Picture)}
+        if problem := log_pictures(mode, folder.name, folder, drawn):
+            print(problem, file=sys.stderr)
+
+
+def _report(args: list[str]) -> int:
+    """Make a report of saved runs."""
+    from lightning_mp.report.sources import SourceError
+
+    options = _report_parser().parse_args(args)
+    output = Path(options.output)
+    try:
+        baselines = [read_baseline(file) for file in options.baseline]
+        _write_page(
+            [Path(run) for run in options.runs],
+            output,
+            baseline=join_baselines(baselines) if baselines else None,
+            reference=options.reference,
+            force=options.force,
+            command=shlex.join(["lightning-mp", "report", *args]),
+        )
+    except (SourceError, BaselineError) as error:
+        raise UsageError(str(error)) from error
+    except OSError as error:
+        raise UsageError(f"the report could not be written to {output}: {error}") from error
+    return 0
+
+
+def _report_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="lightning-mp report",
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description=_REPORT_DESCRIPTION,
+    )
+    add = parser.add_argument
+    add("runs", nargs="+", metavar="RUN", help="a folder of `lightning-mp compare`, a logger's folder or CSV file, an offline"
+        " Weights & Biases run, or a baseline file")  # fmt: skip
+    add("-o", "--output", default=REPORT_FILE, metavar="FILE", help=f"the page (default: {REPORT_FILE})")
+    add(
+        "--baseline",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="judge the runs by this baseline; repeat for several seeds",
+    )
+    add(
+        "--reference", metavar="NAME", help="the run that the others are compared with (default: the fp32 run, if there is one)"
+    )
+    add("--force", action="store_true", help="judge even if settings differ from the baseline's")
+    return parser
+
+
+_REPORT_DESCRIPTION = """\
+Make one self-contained HTML page of saved runs: the verdicts, memory, speed, losses, loss scale and gradient range.
+
+Exit status: 0, or 2 if a run cannot be read."""
 
 
 @contextmanager
@@ -471,8 +606,18 @@ class _WorkerCLI(MixedPrecisionCLI):
         """Accept anything: it is replaced."""
 
     def monitors(self) -> list[Callback]:
-        """None: the recorder measures, and nothing is to disturb it."""
+        """None of the configuration's: a comparison measures by itself."""
         return []
+
+    def _measuring(self) -> list[Callback]:
+        """The usual monitors, and what makes a baseline or compares with one."""
+        spec = self._spec
+        measuring = lightning_mp.monitors(fingerprints=False)
+        if spec.record_baseline:
+            measuring.append(lightning_mp.BaselineRecorder(spec.record_baseline))
+        elif spec.baselines:
+            measuring.append(lightning_mp.DivergenceMonitor(spec.baselines, force=spec.force, path=spec.verdict))
+        return measuring
 
     def before_instantiate_classes(self) -> None:
         """Put the candidate's precision in, and the configuration's loggers out."""
@@ -498,7 +643,7 @@ class _WorkerCLI(MixedPrecisionCLI):
         trainer = super().instantiate_trainer(
             **kwargs,
             logger=CSVLogger(self._spec.folder, name="metrics", version=""),
-            callbacks=[self.report.recorder, *kept, self.report],
+            callbacks=[self.report.recorder, *kept, *self._measuring(), self.report],
             default_root_dir=self._spec.folder,
             enable_checkpointing=False,
             enable_progress_bar=False,

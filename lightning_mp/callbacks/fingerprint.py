@@ -1,8 +1,13 @@
 """Fingerprints: one short string that is equal when, and only when, the tensors behind it are equal bit for bit.
 
-Two runs may be compared point by point when they start from the same weights and see the same data in the same order.
-A SHA-256 over names, dtypes, shapes and bytes settles both. The bits are hashed, not the values, so 0.0 and -0.0
-differ.
+Two runs may be compared point by point when they start from the same weights and see the same data in the same order. A SHA-256
+over names, dtypes, shapes and bytes settles both. The bits are hashed, not the values, so 0.0 and -0.0 differ.
+
+**Data order by sample.** What is hashed are single samples: the 1st, 2nd, 4th, 8th, ... that a process consumes. Where a batch
+begins and ends is not in it, so runs of different batch sizes, or with different numbers of micro-batches in a step, have the
+same probes as long as the samples come in the same order. A change of order is noticed at the next probe, by the time that
+twice as many samples were consumed; and all of it costs one sample copied to the host at each doubling. Two things make probes
+differ that are no change of order: padding that depends on the rest of the batch, and another number of ranks.
 """
 
 from __future__ import annotations
@@ -16,18 +21,19 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 
+from lightning_mp.callbacks.nesting import leaves as leaves
 from lightning_mp.callbacks.publish import Monitor
+from lightning_mp.callbacks.tokens import count_batch
 
-#: So many micro-batches are hashed.
-FINGERPRINT_BATCHES = 8
+#: A fingerprint in a run's config is of the probes up to this one.
+LAST_EARLY_PROBE = 64
 
 
 class Fingerprint:
     """A chain of SHA-256 over values: `update` in order, read `hexdigest` whenever.
 
     Args:
-        round_to: a dtype that floating tensors are rounded to before they are hashed. With `torch.bfloat16` a batch
-            has one
+        round_to: a dtype that floating tensors are rounded to before they are hashed. With `torch.bfloat16` a batch has one
             fingerprint whether or not a precision plugin already cast it, since rounding twice is rounding once.
     """
 
@@ -55,39 +61,46 @@ class Fingerprint:
 
 
 class RunFingerprint:
-    """The fingerprints of a fit: of its initial weights and of its first micro-batches.
+    """The fingerprints of a run: of its initial weights and of the order of its data. They go on after a resume.
 
     Attributes:
         weights: of the weights as they were before the precision plugin converted them; None if they were never seen (a
             strategy that does not convert, or weights without values).
+        data_order: the hash of the sample that this process consumed at each of the positions 1, 2, 4, 8, ..., keyed by the
+            position as a string. Floating tensors are rounded to bf16.
+        samples: how many samples this process consumed.
     """
 
     def __init__(self) -> None:
         self.weights: str | None = None
-        self._batches = Fingerprint(round_to=torch.bfloat16)
-        self._batches_hashed = 0
-
-    @property
-    def batches(self) -> str:
-        """Of the first :data:`FINGERPRINT_BATCHES` micro-batches, floating tensors rounded to bf16."""
-        return self._batches.hexdigest()
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether all batches that count were seen."""
-        return self._batches_hashed >= FINGERPRINT_BATCHES
+        self.data_order: dict[str, str] = {}
+        self.samples = 0
+        self._next_probe = 1
+        self._has_loaded = False
 
     def watch(self, trainer: Trainer) -> None:
-        """Look at the weights at the last moment before they are converted; to be called in ``setup``."""
+        """Look at the weights at the last moment before they are converted; to be called in ``setup``.
+
+        However many watch the same trainer, the weights are read once.
+        """
         plugin = trainer.precision_plugin
-        convert = plugin.convert_module  # perhaps that of another watcher
+        convert = plugin.convert_module
+        watchers: list[RunFingerprint] | None = getattr(convert, "watchers", None)
+        if watchers is not None:
+            watchers.append(self)
+            return
+        watchers = [self]
 
         # no hook lies between `configure_model` with checkpoint loading and the conversion
         def fingerprint_and_convert(module: nn.Module) -> nn.Module:
             plugin.__dict__.pop("convert_module", None)
-            self.weights = weights_fingerprint(module)
+            if not all(watcher._has_loaded for watcher in watchers):
+                weights = weights_fingerprint(module)
+                for watcher in watchers:
+                    watcher.weights = watcher.weights if watcher._has_loaded else weights
             return convert(module)
 
+        fingerprint_and_convert.watchers = watchers  # type: ignore[attr-defined]
         plugin.convert_module = fingerprint_and_convert  # type: ignore[method-assign]
 
     @staticmethod
@@ -95,20 +108,57 @@ class RunFingerprint:
         """Leave the plugin as it was, also where the strategy never converted the module."""
         trainer.precision_plugin.__dict__.pop("convert_module", None)
 
-    def add(self, batch: Any) -> None:
-        """Take a micro-batch in, if it is among the first. Copies its tensors to the host."""
-        if not self.is_complete:
-            self._batches.update(batch)
-            self._batches_hashed += 1
+    def add(self, batch: Any, samples: int | None) -> None:
+        """Take a micro-batch in. Copies one sample of it to the host if a probe falls into it, which happens ever more rarely.
+
+        Args:
+            batch: any nesting of tensors.
+            samples: its size, as :func:`~lightning_mp.callbacks.tokens.count_batch` tells; None, if it is not known, makes the
+                batch one sample.
+        """
+        size = 1 if samples is None else samples
+        while self._next_probe <= self.samples + size:
+            row = None if samples is None else self._next_probe - self.samples - 1
+            self.data_order[str(self._next_probe)] = _sample_hash(batch, row, size)
+            self._next_probe *= 2
+        self.samples += size
+
+    @property
+    def has_early_probes(self) -> bool:
+        """Whether all probes up to :data:`LAST_EARLY_PROBE` were taken."""
+        return self._next_probe > LAST_EARLY_PROBE
+
+    def early_data_order(self) -> str | None:
+        """One hash of the probes up to :data:`LAST_EARLY_PROBE`, 64 hexadecimal digits; None with fewer samples."""
+        if not self.has_early_probes:
+            return None
+        early = Fingerprint()
+        early.update({position: probe for position, probe in self.data_order.items() if int(position) <= LAST_EARLY_PROBE})
+        return early.hexdigest()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Keys: ``weights``, ``data_order``, ``samples``."""
+        return {"weights": self.weights, "data_order": dict(self.data_order), "samples": self.samples}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from a checkpoint. The weights that are converted next are then not the initial ones."""
+        self.weights = state_dict["weights"]
+        self.data_order = dict(state_dict["data_order"])
+        self.samples = state_dict["samples"]
+        self._next_probe = 1 << self.samples.bit_length()  # the first power of two above it
+        self._has_loaded = True
 
 
 class FingerprintMonitor(Monitor):
     """Writes the fingerprints of a run to its config in Weights & Biases.
 
-    Two runs whose ``weights`` and ``batches`` are equal started from the same weights and saw the same data in the same order,
-    so that their curves can be compared point by point. The weights are those before the precision plugin converts them, so
-    the fingerprint does not depend on the precision. It reads all weights once, when training is set up, and the first
-    :data:`FINGERPRINT_BATCHES` micro-batches; each is copied to the host. Nothing after that.
+    Two runs whose ``weights`` and ``data_order`` are equal started from the same weights and saw the same data in the same
+    order, so that their curves can be compared point by point. The weights are those before the precision plugin converts them,
+    so the fingerprint does not depend on the precision. It reads all weights once, when training is set up, and then a sample
+    at each doubling of their number; each is copied to the host.
+
+    Its ``state_dict`` holds ``weights``, ``data_order`` (hashes by position) and ``samples``, so that a resumed run has the
+    fingerprints of its beginning.
 
     Example:
         >>> from lightning_mp import Trainer, monitors
@@ -136,13 +186,22 @@ class FingerprintMonitor(Monitor):
         self._found.unwatch(trainer)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Take the first batches in."""
-        self._found.add(batch)
+        """Take the batch in, while it can change what is written."""
+        if not self._found.has_early_probes:
+            self._found.add(batch, count_batch(batch).samples)
 
     def recipe(self) -> dict[str, str | float]:
-        """``weights`` and ``batches``, 64 hexadecimal digits each, once all of the first batches were seen."""
-        known = {"weights": self._found.weights, "batches": self._found.batches if self._found.is_complete else None}
+        """``weights`` and ``data_order``, 64 hexadecimal digits each, once enough samples were seen."""
+        known = {"weights": self._found.weights, "data_order": self._found.early_data_order()}
         return {name: value for name, value in known.items() if value is not None}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The fingerprints so far; see the class."""
+        return self._found.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on with those of a checkpoint."""
+        self._found.load_state_dict(state_dict)
 
 
 def weights_fingerprint(module: nn.Module) -> str | None:
@@ -159,17 +218,26 @@ def weights_fingerprint(module: nn.Module) -> str | None:
     return fingerprint.hexdigest()
 
 
-def leaves(value: Any, path: str = "") -> list[tuple[str, Any]]:
-    """The leaves of a nesting of mappings, sequences and dataclasses, in order, each with its path."""
+def _sample_hash(batch: Any, row: int | None, size: int) -> str:
+    """The hash of one sample, or of the whole batch if `row` is None."""
+    fingerprint = Fingerprint(round_to=torch.bfloat16)
+    fingerprint.update(batch if row is None else _sample(batch, row, size))
+    return fingerprint.hexdigest()
+
+
+def _sample(value: Any, row: int, size: int) -> Any:
+    """The row of everything that has as many as there are samples, tensors or lists of texts or numbers; the rest whole."""
+    if isinstance(value, Tensor):
+        return value[row] if value.ndim and value.shape[0] == size else value
     if isinstance(value, Mapping):
-        items = [(str(key), item) for key, item in value.items()]
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        items = [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)]
-    elif isinstance(value, list | tuple):
-        items = [(str(index), item) for index, item in enumerate(value)]
-    else:
-        return [(path, value)]
-    return [leaf for key, item in items for leaf in leaves(item, f"{path}/{key}")]
+        return {key: _sample(item, row, size) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        if len(value) == size and all(isinstance(item, str | bytes | int | float) for item in value):
+            return value[row]
+        return [_sample(item, row, size) for item in value]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: _sample(getattr(value, field.name), row, size) for field in dataclasses.fields(value)}
+    return value
 
 
 def _describe(leaf: Any) -> str:

@@ -16,21 +16,25 @@ says where the estimate falls short: it is a lower bound for biases, for embeddi
 
 **Cost.** Steps that are not sampled cost nothing: no tensor operation, no copy. A sampled step reads the whole gradient twice,
 for its norm and its largest magnitude; all else looks at no more than ``max_elements`` elements of each parameter, evenly
-spread, weighted by how many they stand for. Until the end of the batch it holds 8 bytes for each of these, and for a moment
-one fp32 copy of one parameter. It makes one device-to-host sync, and a second to read the scale of a stock ``GradScaler``;
-coalescing a sparse gradient is another on CUDA.
+spread, weighted by how many they stand for. The time of a sample of small parameters is that of starting operations, so these
+elements are brought together, those of many parameters in one tensor, and looked at at once. Until the end of the batch it
+holds 8 bytes for each of them, and for a moment fp32 copies of a group of parameters: 16 MiB, or those of one larger parameter.
+It makes one device-to-host sync, and a second to read the scale of a stock ``GradScaler``; coalescing a sparse gradient is
+another on CUDA.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
@@ -46,8 +50,8 @@ from lightning_mp.numerics.formats import (
     HIGHEST_EXPONENT,
     LOWEST_EXPONENT,
     FloatFormat,
-    exponent_histogram,
-    flushed_count,
+    exponent_histograms,
+    flushed_estimate,
     format_of,
     lost,
     nears_overflow,
@@ -58,6 +62,8 @@ from lightning_mp.numerics.formats import (
 PREFIX = "gradients"
 #: W&B draws 32 bins, so more values than this add nothing.
 HISTOGRAM_VALUES = 4096
+#: How many sampled elements are looked at at once: enough that starting operations costs little, and few enough for a cache.
+GROUP_ELEMENTS = 2**18
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,6 +186,7 @@ class GradientRangeMonitor(Monitor):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start afresh; refuse strategies that shard parameters."""
+        super().on_train_start(trainer, pl_module)
         self._reset()
         self._is_off = isinstance(trainer.strategy, (FSDPStrategy, ModelParallelStrategy, DeepSpeedStrategy))
         if self._is_off:
@@ -199,13 +206,13 @@ class GradientRangeMonitor(Monitor):
             return  # again in this batch, or the model is evaluated again inside the step (LBFGS): the first one counts
         plugin = trainer.precision_plugin
         self._drop_skipped(plugin)
-        seen = {id(item.param) for step in self._pending for item in step.items}
-        step = self._open(plugin, optimizer)
-        held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        seen = {id(param) for step in self._pending for param in step.params.values()}
+        held = {id(param) for group in optimizer.param_groups for param in group["params"]} - seen
+        named = pl_module.named_parameters()  # tied ones come once
+        params = {name: param for name, param in named if id(param) in held and param.grad is not None and param.numel()}
+        step = self._open(plugin, optimizer, params)
         with torch.no_grad():
-            for name, param in pl_module.named_parameters():  # tied ones come once
-                if id(param) in held and id(param) not in seen and param.grad is not None and param.numel():
-                    step.items.append(self._measure(plugin, step, name, param))
+            step.groups = [self._measure(plugin, step, group) for group in _grouped(params, self.max_elements)]
         self._pending.append(step)
 
     def batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any) -> None:
@@ -220,17 +227,16 @@ class GradientRangeMonitor(Monitor):
         self._drop_skipped(plugin)
         steps, self._pending = self._pending, []
         with torch.no_grad():
-            for step in steps:
-                for item in step.items:
-                    self._measure_update(plugin, item)
-            read = _read(steps)
+            for group in (group for step in steps for group in step.groups):
+                self._measure_updates(plugin, group)
+            _read(steps)
         if grad_scaler(plugin) is not None:
             # it calls the hook for steps that it skips, too
-            read = [step for step in read if all(math.isfinite(row.measured["largest"]) for row in step.rows)]
-        if not any(step.rows for step in read):
+            steps = [step for step in steps if all(math.isfinite(row.measured["largest"]) for row in step.rows)]
+        if not any(step.rows for step in steps):
             return  # nothing was applied: the next step is sampled in its place
         self._steps += 1
-        self._publish(trainer, read)
+        self._publish(trainer, steps)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Let go of all tensors."""
@@ -250,13 +256,14 @@ class GradientRangeMonitor(Monitor):
             "stall_fraction": self.stall_fraction,
         }
 
-    def _open(self, plugin: Any, optimizer: Optimizer) -> _StepSample:
+    def _open(self, plugin: Any, optimizer: Optimizer, params: dict[str, Parameter]) -> _StepSample:
         scaler = grad_scaler(plugin)
         return _StepSample(
             optimizer=_identity(optimizer),
             applied_before=getattr(plugin, "applied_steps", None),
             scale=float(scaler.get_scale()) if scaler is not None else float(getattr(plugin, "gradient_scale", 1.0)),
             compute=compute_format(str(plugin.precision)),
+            params=params,
         )
 
     def _drop_skipped(self, plugin: Any) -> None:
@@ -265,35 +272,39 @@ class GradientRangeMonitor(Monitor):
         if before is not None and plugin.applied_steps == before:
             self._pending.pop()
 
-    def _measure(self, plugin: Any, step: _StepSample, name: str, param: Parameter) -> _Item:
-        gradient = _real_values(param.grad)  # type: ignore[arg-type]  # the caller has looked
-        sample = _sample(gradient, self.max_elements)
-        item = _Item(
-            name,
-            param,
-            weight=gradient.numel() / max(sample.numel(), 1),
-            sizes=_sizes(gradient),
-            counts=_gradient_counts(sample, step, self.near_overflow_bits),
-            histogram=exponent_histogram(sample),
+    def _measure(self, plugin: Any, step: _StepSample, params: dict[str, Parameter]) -> _Group:
+        gradients = [_real_values(param.grad) for param in params.values()]  # type: ignore[arg-type]  # the caller has looked
+        samples = [_sample(gradient, self.max_elements) for gradient in gradients]
+        sizes = [sample.numel() for sample in samples]
+        sample = torch.cat(samples).float()
+        group = _Group(
+            params,
+            weights=[gradient.numel() / size for gradient, size in zip(gradients, sizes, strict=True)],
+            sizes=_sizes(gradients),
+            counts=_gradient_counts(sample, sizes, step, self.near_overflow_bits),
+            histograms=exponent_histograms(sample, sizes),
+            updates=torch.zeros(len(params), 2, device=sample.device),
         )
-        master = _master(plugin, name, param)
-        if master is not None:
-            item.master = _sample(master, self.max_elements, like=param).clone()  # the clone lets go of the rest of a copy
-            item.value = _sample(param.detach(), self.max_elements).clone()
-        return item
+        masters = _masters(plugin, params, self.max_elements)
+        if masters is not None:
+            values = [_sample(param.detach(), self.max_elements) for param in params.values()]
+            group.before = torch.cat(masters), torch.cat(values)
+        return group
 
-    def _measure_update(self, plugin: Any, item: _Item) -> None:
-        """Count the nonzero updates of the sampled elements, and those that the parameter's format would lose."""
-        fmt = format_of(item.param.dtype)
-        master = _master(plugin, item.name, item.param) if item.master is not None else None
-        if master is None or item.master is None or item.value is None or fmt is None:
+    def _measure_updates(self, plugin: Any, group: _Group) -> None:
+        """Count the nonzero updates of the sampled elements, and those that the parameters' format would lose."""
+        if group.before is None:
             return
-        update = _sample(master, self.max_elements, like=item.param) - item.master
-        changed = (update != 0) & update.isfinite()
-        item.updates = torch.stack([changed.sum(), lost(item.value, update, fmt).sum()])
-        item.master = item.value = None
+        (masters_before, values), group.before = group.before, None
+        masters, fmt = _masters(plugin, group.params, self.max_elements), format_of(values.dtype)
+        if masters is None or fmt is None:
+            return
+        update = torch.cat(masters) - masters_before
+        size = update.abs()
+        changed = (size > 0) & (size < math.inf)
+        group.updates = _counts([changed, lost(values, update, fmt)], [master.numel() for master in masters])
 
-    def _publish(self, trainer: Trainer, steps: Sequence[_StepRows]) -> None:
+    def _publish(self, trainer: Trainer, steps: Sequence[_StepSample]) -> None:
         rows = [row for step in steps for row in step.rows]
         values = _values(rows, is_known=steps[-1].compute is not None)
         stalled = tuple(row.name for row in rows if row.is_stalled(self.stall_fraction))
@@ -306,7 +317,7 @@ class GradientRangeMonitor(Monitor):
             flushed=_total(rows, "flushed"),
             scale=steps[-1].scale,
         )
-        if self.exponents.counts.any():
+        if self.exponents.counts.any() and any(isinstance(logger, WandbLogger) for logger in trainer.loggers):
             publish_histogram(trainer, f"{PREFIX}/exponents", self.exponents.values())
         if stalled != self.stalled:
             self.stalled = stalled
@@ -317,29 +328,16 @@ class GradientRangeMonitor(Monitor):
 
 
 @dataclass
-class _Item:
-    """What was measured of one parameter, still on its device."""
+class _Group:
+    """What was measured of ``n`` parameters of one device and dtype, still on their device."""
 
-    name: str
-    param: Parameter
-    weight: float  # elements that one of the sample stands for
-    sizes: Tensor  # (2,)
-    counts: Tensor  # (6,)
-    histogram: Tensor  # (277,)
-    updates: Tensor | None = None  # (2,)
-    master: Tensor | None = None  # sampled elements before the step
-    value: Tensor | None = None  # the same of the parameter
-
-
-@dataclass
-class _StepSample:
-    """One optimizer's step of a batch that is sampled."""
-
-    optimizer: int
-    applied_before: int | None  # the plugin's count of applied steps; None if it has none
-    scale: float
-    compute: FloatFormat | None
-    items: list[_Item] = field(default_factory=list)
+    params: dict[str, Parameter]
+    weights: list[float]  # elements that one of the sample stands for
+    sizes: Tensor  # (n, 2)
+    counts: Tensor  # (n, 6)
+    histograms: Tensor  # (n, 277)
+    updates: Tensor  # (n, 2)
+    before: tuple[Tensor, Tensor] | None = None  # sampled elements of masters and of parameters before the step
 
 
 #: What is measured of a parameter, in the order of its tensors.
@@ -364,60 +362,82 @@ class _Row:
 
 
 @dataclass
-class _StepRows:
+class _StepSample:
+    """One optimizer's step of a batch that is sampled."""
+
+    optimizer: int
+    applied_before: int | None  # the plugin's count of applied steps; None if it has none
     scale: float
     compute: FloatFormat | None
-    rows: list[_Row]
+    params: dict[str, Parameter]
+    groups: list[_Group] = field(default_factory=list)
+    rows: list[_Row] = field(default_factory=list)  # once they are read
 
 
-def _sizes(gradient: Tensor) -> Tensor:
-    """2-norm and largest magnitude of all elements (``_SIZES``), as an fp32 tensor of shape ``(2,)``."""
-    if not gradient.numel():
-        return torch.zeros(2, device=gradient.device)
-    if gradient.dtype == torch.float64:
-        gradient = gradient.float()
-    norm = torch.linalg.vector_norm(gradient, dtype=torch.float32)
-    return torch.stack([norm, torch.linalg.vector_norm(gradient, ord=math.inf).float()])
+def _grouped(params: dict[str, Parameter], max_elements: int) -> Iterable[dict[str, Parameter]]:
+    """Parameters of one device and dtype together, few enough that their samples and fp32 copies are small."""
+    groups: defaultdict[Any, dict[str, Parameter]] = defaultdict(dict)
+    filled: Counter[Any] = Counter()
+    for name, param in params.items():
+        kind = param.device, param.dtype
+        groups[kind, filled[kind] // GROUP_ELEMENTS][name] = param
+        # masters are copied whole, so a group has at most 16 times as many elements as it samples
+        filled[kind] += max(min(param.numel(), max_elements), param.numel() // 16)
+    return groups.values()
 
 
-def _gradient_counts(sample: Tensor, step: _StepSample, near_overflow_bits: float) -> Tensor:
-    """Counts of the sample's elements, in the order of ``_COUNTS``, as a tensor of shape ``(6,)``."""
-    # bf16 and fp32 have range enough that their zeros are true
-    flushed = flushed_count(sample) if step.compute == FP16 else torch.zeros((), dtype=torch.int64, device=sample.device)
-    counts = [
-        nonzero(sample).sum() + flushed,
-        flushed,
-        underflows(sample, FP16, step.scale).sum() + flushed,
-        # what the scale could not save would have been lost without it
-        underflows(sample, FP16).sum() + flushed,
-        underflows(sample, BF16).sum(),
-        nears_overflow(sample, FP16, step.scale, near_overflow_bits).sum(),
+def _sizes(gradients: list[Tensor]) -> Tensor:
+    """2-norm and largest magnitude of all elements (``_SIZES``), as an fp32 tensor of shape ``(n, 2)``."""
+    norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)
+    # on a CPU a fraction of the time of the infinity norm
+    smallest, largest = zip(*(torch.aminmax(gradient) for gradient in gradients), strict=True)
+    return torch.stack([torch.stack(norms), torch.maximum(-torch.stack(smallest), torch.stack(largest))], dim=1)
+
+
+def _gradient_counts(sample: Tensor, sizes: Sequence[int], step: _StepSample, near_overflow_bits: float) -> Tensor:
+    """Counts of the samples' elements, in the order of ``_COUNTS``, as a tensor of shape ``(n, 6)``."""
+    small_unscaled = underflows(sample, FP16)
+    masks = [
+        nonzero(sample),
+        underflows(sample, FP16, step.scale) if step.scale != 1 else small_unscaled,
+        small_unscaled,
+        underflows(sample, BF16),
+        nears_overflow(sample, FP16, step.scale, near_overflow_bits),
     ]
-    return torch.stack(counts)
+    if step.compute == FP16:  # bf16 and fp32 have range enough that their zeros are true
+        zeros = sample == 0
+        masks += [zeros, zeros & sample.signbit()]
+    counted, small, small_unscaled, small_in_bf16, near_overflow, *of_zeros = _counts(masks, sizes).unbind(1)
+    flushed = flushed_estimate(*of_zeros) if of_zeros else torch.zeros_like(counted)
+    # what the scale could not save would have been lost without it
+    with_flushed = [counted + flushed, flushed, small + flushed, small_unscaled + flushed]
+    return torch.stack([*with_flushed, small_in_bf16, near_overflow], dim=1)
 
 
-def _read(steps: Sequence[_StepSample]) -> list[_StepRows]:
-    """Bring everything to the host. One device-to-host sync."""
-    items = [item for step in steps for item in step.items]
-    if not items:
-        return []
-    device = items[0].counts.device
-    no_updates = torch.zeros(2, device=device)
+def _counts(masks: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
+    """How often each mask is true in each parameter's part of it, as an int32 tensor of shape ``(n, len(masks))``."""
+    return torch.stack([part.sum(1, dtype=torch.int32) for part in torch.stack(tuple(masks)).split(sizes, dim=1)])
+
+
+def _read(steps: Sequence[_StepSample]) -> None:
+    """Bring everything to the host, into ``rows``. One device-to-host sync."""
+    groups = [group for step in steps for group in step.groups]
+    if not groups:
+        return
+    device = groups[0].counts.device
     parts = [
-        part.to(device, torch.float32)
-        for item in items
-        for part in (item.sizes, item.counts, no_updates if item.updates is None else item.updates, item.histogram)
+        torch.cat([group.sizes, group.counts, group.updates, group.histograms], dim=1).to(device, torch.float32)
+        for group in groups
     ]
-    table = iter(torch.cat(parts).cpu().numpy().reshape(len(items), -1))
-    read = []
+    table = iter(torch.cat(parts).cpu().numpy().astype(np.float64))
     for step in steps:
-        rows = []
-        for item in step.items:
-            numbers = next(table)
-            measured = dict(zip(_MEASURED, numbers.tolist(), strict=False))  # the histogram follows
-            rows.append(_Row(item.name, item.weight, measured, numbers[len(_MEASURED) :].astype(np.float64)))
-        read.append(_StepRows(step.scale, step.compute, rows))
-    return read
+        rows = {}
+        for group in step.groups:
+            for name, weight in zip(group.params, group.weights, strict=True):
+                numbers = next(table)
+                measured = dict(zip(_MEASURED, numbers.tolist(), strict=False))  # the histogram follows
+                rows[name] = _Row(name, weight, measured, numbers[len(_MEASURED) :])
+        step.rows = [rows[name] for name in step.params]  # in the module's order
 
 
 def _values(rows: Sequence[_Row], is_known: bool) -> dict[str, float]:
@@ -462,23 +482,33 @@ def compute_format(precision: str) -> FloatFormat | None:
     return None
 
 
-def _master(plugin: Any, name: str, param: Parameter) -> Tensor | None:
-    """The fp32 master: a copy, or the parameter itself if that is fp32; None if there is no fp32 value."""
-    if param.dtype == torch.float32:
-        return param.detach()
-    masters = getattr(plugin, "masters", None)
-    if masters is None or not param.is_floating_point():
+def _masters(plugin: Any, params: dict[str, Parameter], max_elements: int) -> list[Tensor] | None:
+    """Sampled elements of the fp32 masters of parameters of one dtype: copies, or those of the parameters if they are fp32.
+
+    NaNs stand for a parameter that has no fp32 value; None if it is known that none of them has one.
+    """
+    dtype = next(iter(params.values())).dtype
+    masters: dict[str, Tensor]
+    if dtype == torch.float32:
+        masters = {name: param.detach() for name, param in params.items()}
+    elif format_of(dtype) is None or getattr(plugin, "masters", None) is None:
         return None
-    master: Tensor | None = masters(names=[name]).get(name)
-    return master if master is not None and master.dtype == torch.float32 else None
+    else:
+        masters = plugin.masters(names=list(params))
+    samples = [_sample(masters[name], max_elements, like=param) for name, param in params.items()]
+    return [x if x.dtype == torch.float32 else torch.full_like(x, math.nan, dtype=torch.float32) for x in samples]
 
 
 def _real_values(gradient: Tensor) -> Tensor:
-    """The gradient as a dense real tensor: the values of a sparse one, the real and imaginary parts of a complex one."""
+    """The gradient as a dense real tensor that is not empty: of a sparse one the values, of a complex one both parts."""
     gradient = gradient.detach()
     if gradient.layout != torch.strided:
         gradient = gradient.coalesce().values()
-    return torch.view_as_real(gradient) if gradient.is_complex() else gradient
+    if gradient.is_complex():
+        gradient = torch.view_as_real(gradient)
+    if not gradient.numel():
+        return torch.zeros(1, device=gradient.device)
+    return gradient.float() if gradient.dtype == torch.float64 else gradient
 
 
 def _sample(tensor: Tensor, max_elements: int, like: Tensor | None = None) -> Tensor:
@@ -491,8 +521,11 @@ def _sample(tensor: Tensor, max_elements: int, like: Tensor | None = None) -> Te
     # a stride that shares a factor with the length of a row would see the same columns in each
     while math.gcd(stride, size) != 1 and stride < size:
         stride += 1
-    in_memory_order = sorted(range(tensor.dim()), key=(tensor if like is None else like).stride, reverse=True)
-    return tensor.permute(in_memory_order).reshape(-1)[::stride]
+    ordered = tensor if like is None else like
+    if not ordered.is_contiguous():
+        tensor = tensor.permute(sorted(range(tensor.dim()), key=ordered.stride, reverse=True))  # in the order of memory
+    flat = tensor.reshape(-1)
+    return flat if stride == 1 else flat[::stride]
 
 
 def _identity(optimizer: Any) -> int:

@@ -30,15 +30,16 @@ class LossScaleMonitor(Monitor):
     ``loss_scale/log2``              log2 of the scale that made the step's gradients
     ``loss_scale/skipped_steps``     steps that were dropped as gradients or loss were not finite, so far
     ``loss_scale/applied_steps``     steps that changed weights, so far
-    ``loss_scale/nonfinite_losses``  those of the skipped steps whose loss was not finite, so far
+    ``loss_scale/nonfinite_losses``  those of the skipped steps whose loss was not finite, so far; it stays 0 where no step is
+                                     skipped: without a loss scale and ``skip_nonfinite``
     ``loss_scale/headroom_bits``     log2(65504 / largest scaled gradient) of the step
     ===============================  ====================================================================================
 
     Values are taken once per attempt at an optimizer step, skipped ones included, at the end of its batch; several optimizers
-    that step in one batch (manual optimization) make one row, as they are after the last of them. They are in
-    ``trainer.callback_metrics`` after every attempt, so that ``ModelCheckpoint`` and ``EarlyStopping`` can monitor them, and in
-    the loggers every ``log_every_n_steps``. A value that is unknown (the headroom of a skipped step, say) is not logged; the
-    last known one stays in ``callback_metrics``.
+    that step in one batch (manual optimization) make one row, as they are after the last of them. They are published every
+    ``log_every_n_steps``; in ``trainer.callback_metrics``, for ``ModelCheckpoint`` and ``EarlyStopping``, they also change as
+    soon as a step is skipped or the scale changes. A value that is unknown (the headroom of a skipped step, say) is not logged;
+    the last known one stays in ``callback_metrics``.
 
     The parameter where the last overflow began, the first in backward order, is written to the Python log when it is another
     than the time before, and to the run summary of loggers that have one (Weights & Biases) as ``loss_scale/last_overflow``.
@@ -60,15 +61,18 @@ class LossScaleMonitor(Monitor):
 
     def _reset(self) -> None:
         self._attempts: int | None = None
+        self._published: int | None = None  # attempts by then
+        self._fate: tuple[int, float | None] = (0, None)  # steps skipped and the scale, as published
         self._last_overflow: str | None = None
         self._is_at_floor = False
         self._log2_before_step: float | None = None  # under a stock GradScaler
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Take up the plugin's counts: those of a resumed run do not begin at zero."""
+        super().on_train_start(trainer, pl_module)
         self._reset()
         plugin = trainer.precision_plugin
-        self._attempts = _attempts(plugin)
+        self._attempts = self._published = _attempts(plugin)
         self._last_overflow = getattr(plugin, "last_overflow", None)
         if self._last_overflow is not None:
             update_summary(trainer, {f"{PREFIX}/last_overflow": self._last_overflow})  # the run may be a new one
@@ -93,9 +97,28 @@ class LossScaleMonitor(Monitor):
         if attempts is None or attempts == self._attempts:
             return
         self._attempts = attempts
-        publish(trainer, _readings(plugin), to_loggers=is_logging_step(trainer))
-        self._report_overflow(trainer)
-        self._alert_at_floor(trainer)
+        is_due = is_logging_step(trainer)
+        fate = getattr(plugin, "skipped_steps", 0), getattr(plugin, "gradient_scale", None)
+        if is_due or fate != self._fate:
+            self._fate, self._published = fate, attempts
+            publish(trainer, _readings(plugin), to_loggers=is_due)
+            self._report_overflow(trainer)
+            self._alert_at_floor(trainer)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Have the fate of the last step in a row."""
+        self.before_row(trainer)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Have the fate of the last step in a row."""
+        self.before_row(trainer)
+        super().on_exception(trainer, pl_module, exception)
+
+    def before_row(self, trainer: Trainer) -> None:
+        """Publish the fate of steps that no row has yet."""
+        if self._attempts != self._published:
+            self._published = self._attempts
+            publish(trainer, _readings(trainer.precision_plugin), to_loggers=False)
 
     def _alert_at_floor(self, trainer: Trainer) -> None:
         scale: Any = getattr(trainer.precision_plugin, "loss_scale", None)

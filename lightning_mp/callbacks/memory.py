@@ -176,6 +176,7 @@ class MemoryMonitor(Monitor):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin the first window, and wait for the optimizers' first steps."""
+        super().on_train_start(trainer, pl_module)
         if self._peaks is not None:
             self._peaks.close_window()  # sanity checking is part of the run, not of the first row
         for optimizer in trainer.optimizers:

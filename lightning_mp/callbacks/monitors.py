@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from lightning.pytorch import Callback
 
+from lightning_mp.callbacks.divergence import Action, DivergenceMonitor
 from lightning_mp.callbacks.fingerprint import FingerprintMonitor
 from lightning_mp.callbacks.gradients import GradientRangeMonitor
 from lightning_mp.callbacks.loss_scale import LossScaleMonitor
@@ -19,6 +20,8 @@ def monitors(
     gradients: bool = True,
     gradients_every_n_steps: int = 100,
     fingerprints: bool = True,
+    baseline: str | list[str] | None = None,
+    on_divergence: Action = "warn",
 ) -> list[Callback]:
     """The callbacks that measure a run, with their defaults, in the order in which they disturb each other least.
 
@@ -30,6 +33,12 @@ def monitors(
         gradients_every_n_steps: how often gradients are sampled.
         fingerprints: :class:`~lightning_mp.callbacks.fingerprint.FingerprintMonitor`: hashes of the run's initial weights and
             first batches, for the config of Weights & Biases; reads all weights once.
+        baseline: a file of a :class:`~lightning_mp.BaselineRecorder`, or several: adds a
+            :class:`~lightning_mp.DivergenceMonitor`.
+        on_divergence: what that does when the run diverges: "warn", "stop", "raise" or "alert".
+
+    Raises:
+        ValueError: a switch is not True or False, or another argument is out of range.
 
     Example:
         >>> from lightning_mp import Trainer, monitors
@@ -37,6 +46,16 @@ def monitors(
         ['SpeedMonitor', 'MemoryMonitor', 'LossScaleMonitor', 'FingerprintMonitor']
         >>> trainer = Trainer(callbacks=monitors(), accelerator="cpu", logger=False, enable_checkpointing=False)
     """
+    switches = {
+        "speed": speed,
+        "memory": memory,
+        "loss_scale": loss_scale,
+        "gradients": gradients,
+        "fingerprints": fingerprints,
+    }
+    for name, switch in switches.items():
+        if not isinstance(switch, bool):
+            raise ValueError(f"{name}={switch!r} must be True or False.")
     chosen: list[tuple[bool, Callback]] = [
         (speed, SpeedMonitor()),
         (memory, MemoryMonitor()),
@@ -44,4 +63,7 @@ def monitors(
         (gradients, GradientRangeMonitor(every_n_steps=gradients_every_n_steps)),
         (fingerprints, FingerprintMonitor()),
     ]
-    return [callback for is_wanted, callback in chosen if is_wanted]
+    callbacks = [callback for is_wanted, callback in chosen if is_wanted]
+    if baseline is not None:
+        callbacks.append(DivergenceMonitor(baseline, on_divergence=on_divergence))
+    return callbacks

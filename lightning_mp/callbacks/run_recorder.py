@@ -10,8 +10,8 @@ validation and checkpoints are left out. On CUDA the host runs ahead of the devi
 events.
 
 *Not disturbing what is measured.* Nothing is copied from the device during a step. Losses stay 0-dim tensors until
-`chunk_steps` of them are read at once, outside the clock: one device-to-host sync for each chunk. The first
-`FINGERPRINT_BATCHES` batches are also copied once, before their clock starts.
+`chunk_steps` of them are read at once, outside the clock: one device-to-host sync for each chunk. For the fingerprint of
+the data order single samples are copied, ever more rarely, before the clock of their batch starts.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 
 from lightning_mp.callbacks.clock import Clock, HostClock, clock_for
 from lightning_mp.callbacks.fingerprint import RunFingerprint
-from lightning_mp.callbacks.tokens import token_count
+from lightning_mp.callbacks.tokens import count_batch, token_count
 from lightning_mp.cost.memory import GradientWatch, PersistentBytes, persistent_bytes
 
 
@@ -76,7 +76,7 @@ class RunRecorder(Callback):
             alive; None before that.
         weights: fingerprint of the initial weights as they were before the precision plugin converted them; None if
             they were never seen (a strategy that does not convert, or weights without values).
-        batches: fingerprint of the first `FINGERPRINT_BATCHES` micro-batches, floating tensors rounded to bf16.
+        data_order: hashes of the samples that this process consumed at the positions 1, 2, 4, 8, ..., by position.
         non_finite_step: the first step whose loss was not finite, or None.
     """
 
@@ -111,9 +111,9 @@ class RunRecorder(Callback):
         return self._fingerprint.weights
 
     @property
-    def batches(self) -> str:
-        """Fingerprint of the first micro-batches."""
-        return self._fingerprint.batches
+    def data_order(self) -> dict[str, str]:
+        """Hashes of the samples that this process consumed at the positions 1, 2, 4, 8, ..., by position."""
+        return dict(self._fingerprint.data_order)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Start afresh, and look at the weights at the last moment before they are converted."""
@@ -132,8 +132,8 @@ class RunRecorder(Callback):
         self._clock = clock_for(pl_module.device)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Fingerprint the first batches, then start the clock."""
-        self._fingerprint.add(batch)
+        """Fingerprint the batch, then start the clock."""
+        self._fingerprint.add(batch, count_batch(batch).samples)
         if self._gradients is None and self._counts_memory():
             self._gradients = GradientWatch(pl_module)
         self._began = self._clock.mark()

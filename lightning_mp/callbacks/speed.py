@@ -22,6 +22,7 @@ waits for one that has no batch left. Saving a checkpoint does the same once mor
 from __future__ import annotations
 
 import functools
+import operator
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -106,7 +107,8 @@ class SpeedMonitor(Monitor):
         peak_tflops: the dense peak of the device in TFLOP/s, for a device that is not in the table.
 
     Raises:
-        ValueError: an argument is out of range, or FLOPs are given twice.
+        ValueError: an argument is out of range, or FLOPs are given twice; in the first batch, what one's own function returned
+            is no count.
 
     Its ``state_dict`` holds ``tokens`` and ``samples``, ints, each if it is known.
 
@@ -140,6 +142,9 @@ class SpeedMonitor(Monitor):
             raise ValueError(
                 f"flops_per_token={flops_per_token!r} and flops_per_step={flops_per_step!r} say the same thing twice. Pass one."
             )
+        for name, counter in (("tokens", tokens), ("samples", samples)):
+            if counter is not None and not callable(counter):
+                raise ValueError(f"{name}={counter!r} must be a function of a batch that returns its {name}, or None.")
         self.window = window
         self.warmup_steps = warmup_steps
         self._count_tokens_option = tokens
@@ -177,6 +182,7 @@ class SpeedMonitor(Monitor):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Choose clock and counters, look the device up, and take up the totals."""
+        super().on_train_start(trainer, pl_module)
         self._reset()
         self._take_up_totals(trainer)
         self._global_step = trainer.global_step
@@ -240,8 +246,13 @@ class SpeedMonitor(Monitor):
         return {f"{PREFIX}/{name}": float(self._totals[name]) for name in TOTALS if name not in self._unknown}
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Read what is left, so that the totals are complete and no tensor is kept."""
+        """Read what is left, so that the totals are complete and no tensor is kept.
+
+        With one process they make a last row. Of several, one may still be training: there is no meeting here.
+        """
         self._settle()
+        if trainer.world_size == 1 and any(self._local.values()):
+            publish(trainer, self.place(trainer), to_loggers=False)
         self._unread.clear()
         self._let_go_of_marks()
 
@@ -297,25 +308,32 @@ class SpeedMonitor(Monitor):
 
     def _add(self, step: _Step, count: BatchCount) -> None:
         """Add a batch to the step and to the totals."""
-        tokens, positions, samples, is_padding_known, _ = count
+        tokens, positions, samples, is_padding_known, *_ = count
         if isinstance(tokens, Tensor):
             step.device_tokens.append(tokens)
         elif tokens is None:
             step.tokens = None
-            self._unknown.add("tokens")
+            self._end_total("tokens")
         else:
             self._local["tokens"] += tokens
             if step.tokens is not None:
                 step.tokens += tokens
         if samples is None:
             step.samples = None
-            self._unknown.add("samples")
+            self._end_total("samples")
         else:
             self._local["samples"] += samples
             if step.samples is not None:
                 step.samples += samples
         step.positions = None if positions is None or step.positions is None else step.positions + positions
         step.is_padding_known = step.is_padding_known and is_padding_known
+
+    def _end_total(self, name: str) -> None:
+        """A total without one batch is none. Say so if there was one."""
+        if name not in self._unknown:
+            self._unknown.add(name)
+            if self._totals[name] or self._local[name]:
+                rank_zero_info(f"SpeedMonitor logs no {PREFIX}/{name} any more, as a batch came whose {name} are not known.")
 
     def _close(self, step: _Step, global_step: int) -> None:
         """Put a finished step in line to be read, and let go of the one that the window has no place for."""
@@ -448,13 +466,18 @@ class SpeedMonitor(Monitor):
     def _count(self, batch: Any) -> BatchCount:
         count = count_batch(batch)
         if self._count_tokens is not None:
-            tokens = self._count_tokens(batch)
-            count = count._replace(tokens=tokens if tokens is None or isinstance(tokens, Tensor) else int(tokens))
+            count = count._replace(tokens=_checked(self._count_tokens(batch), self._recipe["tokens_counted_by"]))
         elif "tokens_counted_by" not in self._recipe:
             self._recipe["tokens_counted_by"] = count.source
+            if count.ignored_mask is not None:
+                rank_zero_info(
+                    f"SpeedMonitor counts padding as tokens, as the batch's attention_mask ({count.ignored_mask}) is not an"
+                    " integer or boolean one of the shape of input_ids. Count with SpeedMonitor(tokens=...), or the module's"
+                    " method count_tokens."
+                )
         if self._count_samples_option is not None:
-            samples = self._count_samples_option(batch)
-            count = count._replace(samples=None if samples is None else int(samples))
+            samples = _checked(self._count_samples_option(batch), "the option samples")
+            count = count._replace(samples=int(samples) if samples is not None else None)
         return count
 
     # --- FLOPs -------------------------------------------------------------------------------------------------------------
@@ -611,6 +634,24 @@ class _Step:
             samples=self.samples,
             is_regular=self.is_regular,
         )
+
+
+def _checked(count: Any, source: str | float) -> int | Tensor | None:
+    """What a counter of the user's returned, as an int, a tensor of one integer, or None."""
+    is_tensor = isinstance(count, Tensor) and count.numel() == 1 and not (count.is_floating_point() or count.is_complex())
+    if count is None or (is_tensor and count.dtype != torch.bool):
+        return count
+    if not isinstance(count, (bool, Tensor)):
+        try:
+            number = operator.index(count)
+        except TypeError:
+            number = -1
+        if number >= 0:
+            return number
+    raise ValueError(
+        f"{source} returned {count!r} for a batch. It must be a whole number, 0 or more, a tensor of one integer, or None if it"
+        " is not known."
+    )
 
 
 def _given_flops(per_token: float | None, per_step: float | None) -> StepFlops | None:

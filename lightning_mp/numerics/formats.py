@@ -39,6 +39,7 @@ tf32 and bf16.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -47,6 +48,8 @@ from torch import Tensor
 _FP32_MIN_EXPONENT, _FP32_MAX_EXPONENT, _FP32_MANTISSA_BITS = -126, 127, 23
 #: Exponents of the smallest subnormal and of the largest number of fp32: the first and last bin of a histogram.
 LOWEST_EXPONENT, HIGHEST_EXPONENT = _FP32_MIN_EXPONENT - _FP32_MANTISSA_BITS, _FP32_MAX_EXPONENT
+# bits of fp32, as int32: all but the sign, the smallest normal number, infinity (all of the exponent)
+_MAGNITUDE, _SMALLEST_NORMAL, _INFINITY = 0x7FFF_FFFF, 0x0080_0000, 0x7F80_0000
 
 
 @dataclass(frozen=True)
@@ -136,12 +139,37 @@ def exponent_histogram(values: Tensor) -> Tensor:
         int64 tensor of shape ``(277,)``. Entry ``i`` counts the values with ``2^(i-149) <= |value| < 2^(i-148)``; zeros,
         infinities and NaNs are in none.
     """
-    flat = _fp32(values).reshape(-1)
-    counted = flat.isfinite() & (flat != 0)
-    bins = (exponents(flat) - LOWEST_EXPONENT).clamp(0, HIGHEST_EXPONENT - LOWEST_EXPONENT)
-    histogram = torch.zeros(HIGHEST_EXPONENT - LOWEST_EXPONENT + 1, dtype=torch.int64, device=flat.device)
+    return exponent_histograms(values.reshape(-1), [values.numel()])[0]
+
+
+def exponent_histograms(values: Tensor, sizes: Sequence[int]) -> Tensor:
+    """How many values of each of several tensors have which exponent: :func:`exponent_histogram`, for less than one by one.
+
+    Args:
+        values: floating tensor of shape ``(n,)``, the tensors behind one another.
+        sizes: how many elements each of them has; ``n`` in all.
+
+    Returns:
+        int64 tensor of shape ``(len(sizes), 277)``.
+
+    Example:
+        >>> histograms = exponent_histograms(torch.tensor([1.0, 1.5, 0.25, 0.0]), [2, 2])
+        >>> histograms[:, 149].tolist(), histograms[:, 147].tolist()
+        ([2, 0], [0, 1])
+    """
+    count = HIGHEST_EXPONENT - LOWEST_EXPONENT + 1
+    bits = _fp32(values).abs().view(torch.int32)
+    # Bin 1 is that of 2^-149. A normal number belongs into its exponent field + 23. Of a subnormal, the bits are the integer
+    # that it is a multiple of 2^-149 by; as a float, that has an exponent field of 127 for bin 1 to 149 for bin 23, where
+    # normal numbers have 150 at least. Zeros come into bin 0 and what is not finite into the last one, which are dropped.
+    of_subnormal = (bits.float().view(torch.int32) >> _FP32_MANTISSA_BITS) - 149
+    bins = (of_subnormal.clamp_(max=0) + (bits >> _FP32_MANTISSA_BITS)).add_(23).clamp_(min=0).long()
+    for index, bins_of_one in enumerate(bins.split(sizes)):
+        bins_of_one += index * (count + 2)
+    histograms = torch.zeros(len(sizes) * (count + 2), dtype=torch.int64, device=bits.device)
     # not bincount: the number of its bins depends on values, so the host would have to wait for them
-    return histogram.scatter_add_(0, bins.long(), counted.long())
+    histograms.scatter_add_(0, bins, torch.ones_like(bins))
+    return histograms.view(len(sizes), count + 2)[:, 1:-1]
 
 
 def ulp(values: Tensor, fmt: FloatFormat) -> Tensor:
@@ -198,8 +226,9 @@ def round_to(values: Tensor, fmt: FloatFormat) -> Tensor:
     Returns:
         fp32 tensor of the same shape. Magnitudes from ``largest + half an ulp`` on become infinite.
     """
+    is_exact = fmt == FP32 or format_of(values.dtype) == fmt
     values = _fp32(values)
-    if fmt == FP32:
+    if is_exact:
         return values
     spacing = ulp(values, fmt)
     rounded = (values / spacing).round() * spacing  # division by a power of two, below 2^11: exact
@@ -223,10 +252,18 @@ def lost(values: Tensor, updates: Tensor, fmt: FloatFormat) -> Tensor:
         tensor([ True, False,  True])
     """
     values, updates = round_to(values, fmt), _fp32(updates)
-    half = half_ulp(values, fmt, towards_zero=(values > 0) != (updates > 0))
-    is_even = (values / ulp(values, fmt)).remainder(2) == 0  # in units of the last mantissa bit: below 2^24, exact
+    # brought down to where its smallest normal number is that of fp32, a format has its last mantissa bit in one place,
+    # in subnormals too: exact, as no format has more mantissa bits than fp32
+    lowered = (values * 2.0 ** (_FP32_MIN_EXPONENT - fmt.min_exponent)).view(torch.int32)
+    bits = lowered & _MAGNITUDE
+    towards_zero = (lowered ^ updates.view(torch.int32)) >> 31  # -1 if the signs differ, else 0
+    # the next smaller number of fp32 has the exponent of the spacing on that side
+    power_of_two = (bits + towards_zero).clamp_(min=_SMALLEST_NORMAL) & _INFINITY
+    half = power_of_two.view(torch.float32) * 2.0 ** (fmt.min_exponent - _FP32_MIN_EXPONENT - fmt.mantissa_bits - 1)
+    is_odd = (bits >> (_FP32_MANTISSA_BITS - fmt.mantissa_bits)) & 1
+    # a tie moves an odd value: its limit is the number below half a spacing. Bits are ordered as magnitudes are, NaNs last
     size = updates.abs()
-    return (updates != 0) & ((size < half) | ((size == half) & is_even))
+    return (size > 0) & (size.view(torch.int32) <= half.view(torch.int32) - is_odd) & (bits < _INFINITY)
 
 
 def lost_fraction(values: Tensor, updates: Tensor, fmt: FloatFormat) -> Tensor:
@@ -254,8 +291,8 @@ def underflows(values: Tensor, fmt: FloatFormat, scale: float = 1.0) -> Tensor:
     """
     # from half a spacing below the smallest normal number on, values are rounded up to it
     threshold = fmt.smallest_normal - fmt.smallest_subnormal / 2
-    values = _fp32(values)
-    return (values != 0) & _less(values.abs(), threshold / _checked(scale))
+    magnitudes = _fp32(values).abs()
+    return (magnitudes > 0) & _less(magnitudes, threshold / _checked(scale))
 
 
 def underflow_fraction(values: Tensor, fmt: FloatFormat, scale: float = 1.0) -> Tensor:
@@ -284,7 +321,7 @@ def nears_overflow(values: Tensor, fmt: FloatFormat, scale: float = 1.0, bits: f
     Returns:
         bool tensor of the same shape. True for infinities, False for NaNs.
     """
-    return ~_less(_fp32(values).abs(), fmt.largest * 2.0**-bits / _checked(scale)) & ~values.isnan()
+    return _at_least(_fp32(values).abs(), fmt.largest * 2.0**-bits / _checked(scale))
 
 
 def near_overflow_fraction(values: Tensor, fmt: FloatFormat, scale: float = 1.0, bits: float = 1.0) -> Tensor:
@@ -301,7 +338,7 @@ def near_overflow_fraction(values: Tensor, fmt: FloatFormat, scale: float = 1.0,
 
 def nonzero(values: Tensor) -> Tensor:
     """Which values are neither zero nor NaN, as a bool tensor: what fractions are fractions of."""
-    return (values != 0) & ~values.isnan()
+    return values.abs() > 0
 
 
 def flushed_count(values: Tensor) -> Tensor:
@@ -324,7 +361,12 @@ def flushed_count(values: Tensor) -> Tensor:
         0-dim int64 tensor.
     """
     zeros = values == 0
-    return torch.minimum(2 * (zeros & values.signbit()).sum(), zeros.sum())
+    return flushed_estimate(zeros.sum(), (zeros & values.signbit()).sum())
+
+
+def flushed_estimate(zeros: Tensor, negative_zeros: Tensor) -> Tensor:
+    """The estimate of :func:`flushed_count` from the counts of all zeros and of negative ones, integer tensors of one shape."""
+    return torch.minimum(2 * negative_zeros, zeros)
 
 
 # --- helpers -----------------------------------------------------------------------------------------------------------
@@ -347,6 +389,11 @@ def _less(magnitudes: Tensor, threshold: float) -> Tensor:
     if threshold > FP32.largest:  # torch refuses it as an fp32 number; every finite magnitude is below
         return magnitudes.isfinite()
     return magnitudes < threshold
+
+
+def _at_least(magnitudes: Tensor, threshold: float) -> Tensor:
+    """``magnitudes >= threshold``, likewise."""
+    return magnitudes.isinf() if threshold > FP32.largest else magnitudes >= threshold
 
 
 def _fraction(part: Tensor, whole: Tensor) -> Tensor:

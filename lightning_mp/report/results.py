@@ -26,6 +26,9 @@ SCHEMA_VERSION = 1
 WARMUP_STEPS = 3
 TAIL_FRACTION = 0.2
 
+#: Verdicts of a run that is as good as the baseline.
+MATCHING = ("MATCHES", "BETTER")
+
 OK, FAILED, NON_FINITE, INTERRUPTED = "ok", "failed", "non-finite", "interrupted"
 
 
@@ -56,10 +59,15 @@ class Result:
         peak_rss_bytes: the worker process's peak resident set, interpreter and libraries included.
         peak_cuda_bytes: `torch.cuda.max_memory_allocated` of the worker, None without CUDA.
         weights_fingerprint: of the initial weights before conversion.
-        batches_fingerprint: of the first batches.
+        data_order: hashes of the samples consumed at the positions 1, 2, 4, 8, ..., by position.
         started: what the worker said of itself when training began: device, versions, precision in use, plugin.
         skipped_steps: optimizer steps that were skipped by loss scaling; None without a loss scale.
         loss_scale: the loss scale at the end; None without one.
+        verdict: the run against the baseline, as :meth:`lightning_mp.numerics.divergence.Verdict.as_dict` has it, with the
+            ``blocks`` that it rests on; None if it was not judged.
+        details: further measurements for the report: ``memory_gib`` by part, ``peak_gib`` with ``peak_label``, ``exponents`` of
+            gradients, ``updates_lost_fraction``, ``loss_scale_changes`` (pairs of a step and the log2 of the scale from there
+            on) and ``skipped_at`` (steps); what is unknown is left out.
         notes: what a reader should know, one sentence each.
     """
 
@@ -71,11 +79,18 @@ class Result:
     peak_rss_bytes: int | None = None
     peak_cuda_bytes: int | None = None
     weights_fingerprint: str | None = None
-    batches_fingerprint: str | None = None
+    data_order: Mapping[str, str] = field(default_factory=dict)
     started: Mapping[str, Any] = field(default_factory=dict)
     skipped_steps: int | None = None
     loss_scale: float | None = None
+    verdict: Mapping[str, Any] | None = None
+    details: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+
+    @property
+    def verdict_status(self) -> str | None:
+        """``MATCHES``, ``DIVERGED`` and so on; None if it was not judged."""
+        return self.verdict["status"] if self.verdict else None
 
     @property
     def bytes_per_parameter(self) -> float | None:
@@ -85,7 +100,14 @@ class Result:
 
 @dataclass(frozen=True)
 class Comparison:
-    """All results so far, with what is needed to run it again."""
+    """All results so far, with what is needed to run it again.
+
+    Attributes:
+        seeds: how many seeds of fp32 make the baseline, if one is recorded.
+        baselines: files of the baseline: those that were given, or those that were recorded so far.
+        required: precisions that have to match the baseline.
+        seed_results: the fp32 runs with further seeds, named ``32-true-seed<N>``.
+    """
 
     name: str
     command: tuple[str, ...]
@@ -93,13 +115,24 @@ class Comparison:
     overrides: tuple[str, ...]
     seed: int
     precisions: tuple[str, ...]
+    seeds: int = 1
+    baselines: tuple[str, ...] = ()
+    required: tuple[str, ...] = ()
     results: tuple[Result, ...] = ()
+    seed_results: tuple[Result, ...] = ()
     status: str = "running"
 
     @property
     def reference(self) -> Result | None:
         """The fp32 run, if it was asked for and reached a number."""
         return next((r for r in self.results if r.precision == REFERENCE and r.status == OK), None)
+
+    @property
+    def missed(self) -> tuple[Result | str, ...]:
+        """Those of the required precisions that do not match the baseline: their results, or names if they were not run."""
+        results = {result.precision: result for result in self.results}
+        wanted = [results.get(name, name) for name in self.required]
+        return tuple(r for r in wanted if isinstance(r, str) or r.status != OK or r.verdict_status not in MATCHING)
 
     def relative(self, result: Result) -> dict[str, float | None]:
         """A result against the reference: two ratios and the gap in tail loss."""
@@ -127,11 +160,18 @@ class Comparison:
             "reference": REFERENCE,
             "warmup_steps": WARMUP_STEPS,
             "precisions": list(self.precisions),
+            "seeds": self.seeds,
+            "baselines": list(self.baselines),
+            "required": list(self.required),
             "results": [self._result_json(result) for result in self.results],
+            "seed_results": [self._result_json(result) for result in self.seed_results],
         }
 
     def _result_json(self, result: Result) -> dict[str, Any]:
         content = asdict(result)
+        content.update(content.pop("details"))
+        verdict = content["verdict"]
+        content["blocks"] = verdict.pop("blocks", []) if verdict else []
         if result.memory:
             content["memory"]["total"] = result.memory.total
             content["memory"]["per_parameter"] = result.memory.per_parameter
@@ -171,9 +211,9 @@ def curve_json(precision: str, records: Sequence[StepRecord]) -> dict[str, Any]:
 def pairing_notes(results: Sequence[Result]) -> list[str]:
     """Sentences on runs that did not start from the first run's weights, or did not see its data."""
     notes = []
-    for field_name, what in (("weights_fingerprint", "initial weights"), ("batches_fingerprint", "first batches")):
+    for field_name, what in (("weights_fingerprint", "initial weights"), ("data_order", "order of data")):
         known = [(r.precision, getattr(r, field_name)) for r in results if getattr(r, field_name)]
-        different = [name for name, fingerprint in known if fingerprint != known[0][1]]
+        different = [name for name, fingerprint in known if not _agree(fingerprint, known[0][1])]
         if different:
             notes.append(
                 f"{', '.join(different)}: not the same {what} as {known[0][0]}, so do not compare losses point by "
@@ -181,8 +221,15 @@ def pairing_notes(results: Sequence[Result]) -> list[str]:
             )
         unknown = [r.precision for r in results if r.status == OK and not getattr(r, field_name)]
         if unknown:
-            notes.append(f"{', '.join(unknown)}: {what} could not be fingerprinted, so equal {what} are not proven.")
+            notes.append(f"{', '.join(unknown)}: {what} could not be fingerprinted, so the same {what} is not proven.")
     return notes
+
+
+def _agree(fingerprint: Any, other: Any) -> bool:
+    """Whether fingerprints are equal; those of data where both have one, as one run may be the longer one."""
+    if isinstance(fingerprint, Mapping):
+        return all(fingerprint[position] == other[position] for position in fingerprint.keys() & other.keys())
+    return bool(fingerprint == other)
 
 
 def _sum_tokens(records: Sequence[StepRecord]) -> int | None:

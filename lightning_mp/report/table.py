@@ -16,7 +16,7 @@ from lightning_mp.report.candidates import REFERENCE
 from lightning_mp.report.results import OK, Comparison, Result, pairing_notes
 
 WIDTH = 100
-CLOSE_GAP = 0.01  # nats; the margin of practical difference
+WORDY_COLUMNS = 5  # with more, "NOT COMPARABLE" does not fit
 UNSTEADY = 2.0  # p95 over median; a quiet machine with equal batches stays well below
 UNKNOWN = "n/a"
 _ERROR_CHARACTERS = 400
@@ -41,9 +41,9 @@ def comparison_table(comparison: Comparison) -> Table:
 
 
 def reading_help(comparison: Comparison) -> list[str]:
-    """Plain sentences: who is close to fp32, what failed and why, and what makes the numbers hard to compare."""
+    """Plain sentences: the verdicts, what failed and why, and what makes the numbers hard to compare."""
     sentences = [
-        *_gap_sentences(comparison),
+        *_verdict_sentences(comparison),
         *(f"{r.precision} {r.status}: {_shorten(r.error or 'no reason given')}" for r in comparison.results if r.status != OK),
         *_unsteady_sentences(comparison.results),
         *pairing_notes(comparison.results),
@@ -57,6 +57,9 @@ def _sections(comparison: Comparison) -> list[list[tuple[str, Cell]]]:
 
     def memory(category: str) -> Cell:
         return lambda r: _number(r.memory.per_parameter[category] if r.memory else None, "{:.2f}")
+
+    def verdict(key: str, form: str) -> Cell:
+        return lambda r: _number(r.verdict[key] if r.verdict else None, form)
 
     def relative(key: str, form: str) -> Cell:
         return lambda r: _number(comparison.relative(r)[key], form)
@@ -90,37 +93,31 @@ def _sections(comparison: Comparison) -> list[list[tuple[str, Cell]]]:
             ("tail loss", lambda r: _number(r.summary.tail_loss, "{:.4f}")),
             (f"tail loss - {REFERENCE}", relative("tail_loss_gap", "{:+.4f}")),
         ],
+        # the sentences below the table say it, too; a wide table has no room for words
+        [("verdict", lambda r: r.verdict_status or UNKNOWN)] if len(comparison.results) <= WORDY_COLUMNS else [],
+        [
+            ("  gap to the baseline", verdict("gap", "{:+.4f}")),
+            ("  smallest visible gap", verdict("smallest_visible_gap", "{:.4f}")),
+        ],
     ]
 
 
-def _gap_sentences(comparison: Comparison) -> list[str]:
-    if comparison.reference is None:
+def _verdict_sentences(comparison: Comparison) -> list[str]:
+    judged = [result for result in comparison.results if result.verdict]
+    sentences = [f"{r.precision} {r.verdict_status}: {r.verdict['explanation']}" for r in judged if r.verdict]
+    if not judged and not comparison.baselines:
         asked = REFERENCE in comparison.precisions
-        remedy = "it did not finish." if asked else f"add {REFERENCE} to --precisions for ratios and gaps."
-        return [f"No finished {REFERENCE} run to compare with: {remedy}"]
-    gaps = {
-        result.precision: gap
-        for result in comparison.results
-        if result.precision != REFERENCE and (gap := comparison.relative(result)["tail_loss_gap"]) is not None
-    }
-    close = [name for name, gap in gaps.items() if abs(gap) <= CLOSE_GAP]
-    worse = [f"{name} ({gap:+.4f})" for name, gap in gaps.items() if gap > CLOSE_GAP]
-    better = [f"{name} ({gap:+.4f})" for name, gap in gaps.items() if gap < -CLOSE_GAP]
-    sentences = [
-        f"{what}: {', '.join(names)}."
-        for what, names in (
-            (f"Tail loss within {CLOSE_GAP} of {REFERENCE}", close),
-            (f"More than {CLOSE_GAP} above {REFERENCE} (worse)", worse),
-            (f"More than {CLOSE_GAP} below {REFERENCE} (better)", better),
+        remedy = "it did not finish." if asked else f"add {REFERENCE} to --precisions, or pass --baseline FILE."
+        sentences.append(f"No baseline to judge by, as there is no finished {REFERENCE} run: {remedy}")
+    if len(comparison.baselines) > 1:
+        sentences.append(f"The baseline is {len(comparison.baselines)} runs of {REFERENCE} with different seeds.")
+    summary = next((result.summary for result in comparison.results if result.summary.steps), None)
+    if summary is not None:
+        sentences.append(
+            f"Tail loss is the mean over the last {_steps(summary.tail_steps)}; step times leave out the first "
+            f"{_steps(summary.steps - summary.measured_steps)}; process RSS counts the interpreter and all libraries."
         )
-        if names
-    ]
-    summary = comparison.reference.summary
-    return [
-        " ".join(sentences),
-        f"Tail loss is the mean over the last {_steps(summary.tail_steps)}; step times leave out the first "
-        f"{_steps(summary.steps - summary.measured_steps)}; process RSS counts the interpreter and all libraries.",
-    ]
+    return sentences
 
 
 def _unsteady_sentences(results: Sequence[Result]) -> list[str]:

@@ -10,12 +10,14 @@ candidate that dies still has its curve, and one run is finished before the next
 | `throughput/step_time_ms` | ms     | whole optimizer step, without waiting for data |
 
 Summary: `memory/bytes_per_parameter`, `throughput/tokens_per_s`, `throughput/step_time_median_ms`, `train/tail_loss`;
-also `memory/peak_rss_mib`, `memory/peak_cuda_gib` on CUDA, `status`, and `error` if there was one. Offline it needs no
-network and no key.
+also `divergence/verdict`, `divergence/verdict_gap` and `divergence/explanation`, `memory/peak_rss_mib`,
+`memory/peak_cuda_gib` on CUDA, `status`, and `error` if there was one. One more run of the group, `report`, has the pictures
+of the report. Offline it needs no network and no key.
 """
 
 from __future__ import annotations
 
+import io
 import math
 import uuid
 from collections.abc import Mapping, Sequence
@@ -111,6 +113,11 @@ class WandbRunLog:
         self._run.summary.update(summary(result))
         self._run.finish(exit_code=0 if result.status == OK else 1)
 
+    def log_images(self, images: Mapping[str, Any]) -> None:
+        """Log pictures, and close the run."""
+        self._run.log(dict(images))
+        self._run.finish()
+
     def _define(self, *, has_tokens: bool) -> None:
         if self._defined:
             return
@@ -137,10 +144,35 @@ def open_run_log(mode: Mode, name: str, group: str, folder: Path) -> tuple[RunLo
         return NoRunLog(), f"not logged to Weights & Biases ({type(error).__name__}: {error}); see --wandb."
 
 
+def log_pictures(mode: Mode, group: str, folder: Path, pictures: Mapping[str, bytes]) -> str | None:
+    """Log the pictures of a report to a run of their own.
+
+    Args:
+        mode: "offline", "online" or "disabled".
+        group: of the comparison.
+        folder: where wandb puts its files.
+        pictures: PNG files by name.
+
+    Returns:
+        a sentence if they could not be logged.
+    """
+    if mode == "disabled" or not pictures:
+        return None
+    import wandb
+
+    try:
+        log = WandbRunLog(mode, "report", group, folder)
+        log.log_images({f"report/{name}": wandb.Image(io.BytesIO(png)) for name, png in pictures.items()})
+    except Exception as error:  # a comparison must not die of its logger, whatever it raises
+        return f"The pictures were not logged to Weights & Biases ({type(error).__name__}: {error})."
+    return None
+
+
 def summary(result: Result) -> dict[str, str | float]:
     """The summary of a run, without what is unknown."""
     numbers = result.summary
-    values = {
+    verdict: Mapping[str, Any] = result.verdict or {}
+    values: dict[str, Any] = {
         "status": result.status,
         "error": result.error,
         "memory/bytes_per_parameter": result.bytes_per_parameter,
@@ -149,6 +181,9 @@ def summary(result: Result) -> dict[str, str | float]:
         "throughput/tokens_per_s": numbers.tokens_per_s,
         "throughput/step_time_median_ms": numbers.step_time_median_ms,
         "train/tail_loss": numbers.tail_loss,
+        "divergence/verdict": result.verdict_status,
+        "divergence/verdict_gap": verdict.get("gap"),
+        "divergence/explanation": verdict.get("explanation"),
         "loss_scale/skipped_steps": result.skipped_steps,
         "loss_scale/log2": result.loss_scale and math.log2(result.loss_scale),
     }

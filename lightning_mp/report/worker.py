@@ -12,8 +12,8 @@ events. The events:
 | started  | total_steps (or null), device, world_size, versions, precision_in_use, plugin |
 | step     | step: how far it is; sent at most ten times a second |
 | records  | records: a list of [step, loss, tokens, step_time_ms] |
-| finished | memory, peak_rss_bytes, peak_cuda_bytes, weights_fingerprint, batches_fingerprint, non_finite_step, |
-|          | skipped_steps, loss_scale, notes |
+| finished | memory, peak_rss_bytes, peak_cuda_bytes, weights_fingerprint, data_order, non_finite_step, |
+|          | skipped_steps, loss_scale, details, notes |
 | failed   | error |
 """
 
@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import signal
 import subprocess
@@ -35,6 +36,7 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from lightning_mp.callbacks.gradients import GradientRangeMonitor
 from lightning_mp.callbacks.run_recorder import RunRecorder, StepRecord
 from lightning_mp.cost.devices import device_name, versions
 from lightning_mp.cost.memory import peak_cuda_bytes, peak_rss_bytes
@@ -55,12 +57,20 @@ class WorkerSpec:
         config: the resolved configuration of the comparison.
         folder: where this candidate's files go.
         seed: for weights, data order and everything else.
+        record_baseline: the file to record a baseline in, or None.
+        baselines: the files of the baseline that the run is judged by; may be empty.
+        force: judge it even if settings differ.
+        verdict: where the verdict goes.
     """
 
     precision: str
     config: str
     folder: str
     seed: int
+    record_baseline: str | None = None
+    baselines: tuple[str, ...] = ()
+    force: bool = False
+    verdict: str | None = None
 
     def dump(self) -> str:
         """As JSON."""
@@ -94,6 +104,7 @@ class WorkerReport(Callback):
     def __init__(self, events: EventWriter) -> None:
         self._events = events
         self._last_sent = 0.0
+        self._scaling = _ScalingHistory()
         self.recorder = RunRecorder(self._send_step, self._send_records, stop_at_non_finite=True)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -110,6 +121,12 @@ class WorkerReport(Callback):
             plugin=f"{plugin.__module__}.{plugin.__qualname__}",
         )
 
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Follow the loss scale. Numbers on the host: no sync."""
+        self._scaling.follow(trainer)
+
     def finish(self, trainer: Trainer, notes: Sequence[str]) -> None:
         """Say what it cost. Call when `fit` has returned."""
         recorder = self.recorder
@@ -119,9 +136,10 @@ class WorkerReport(Callback):
             peak_rss_bytes=peak_rss_bytes(),
             peak_cuda_bytes=peak_cuda_bytes(trainer.strategy.root_device),
             weights_fingerprint=recorder.weights,
-            batches_fingerprint=recorder.batches,
+            data_order=recorder.data_order,
             non_finite_step=recorder.non_finite_step,
             **_loss_scaling(trainer.precision_plugin),
+            details={**_measured(trainer), **self._scaling.as_dict()},
             notes=list(notes),
         )
 
@@ -133,6 +151,62 @@ class WorkerReport(Callback):
 
     def _send_records(self, records: Sequence[StepRecord]) -> None:
         self._events.send("records", records=[astuple(record) for record in records])
+
+
+class _ScalingHistory:
+    """At which steps the loss scale changed, and which steps were skipped."""
+
+    def __init__(self) -> None:
+        self._scale: float | None = None
+        self._skipped = 0
+        self._changes: list[tuple[int, float]] = []
+        self._skipped_at: list[int] = []
+
+    def follow(self, trainer: Trainer) -> None:
+        plugin: Any = trainer.precision_plugin
+        scale = getattr(plugin, "loss_scale", None)
+        if scale is None or scale.kind == "none":
+            return
+        if plugin.skipped_steps != self._skipped:
+            self._skipped = plugin.skipped_steps
+            self._skipped_at.append(trainer.global_step)
+        if plugin.gradient_scale != self._scale:
+            self._scale = plugin.gradient_scale
+            self._changes.append((trainer.global_step, math.log2(plugin.gradient_scale)))
+
+    def as_dict(self) -> dict[str, Any]:
+        if not self._changes:
+            return {}
+        return {"loss_scale_changes": self._changes, "skipped_at": self._skipped_at}
+
+
+def _measured(trainer: Trainer) -> dict[str, Any]:
+    """What the monitors know in the end, for the report."""
+    metrics = {key: float(value) for key, value in trainer.callback_metrics.items()}
+    parts = ("weights", "masters", "gradients", "optimizer", "buffers", "activations")
+    details: dict[str, Any] = {
+        "memory_gib": {part: metrics[key] for part in parts if (key := f"memory/{part}_gib") in metrics},
+        "updates_lost_fraction": metrics.get("gradients/updates_lost_fraction"),
+    }
+    for key, label in (
+        ("memory/run_peak_gib", "peak memory of the device"),
+        ("memory/peak_rss_gib", "peak resident memory of the process"),
+    ):
+        if key in metrics:
+            details |= {"peak_gib": metrics[key], "peak_label": label}
+            break
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, GradientRangeMonitor) and (found := callback.exponents) is not None:
+            used = found.counts.nonzero()[0]
+            if len(used):
+                low, high = used[0], used[-1] + 1
+                details["exponents"] = {
+                    "edges": found.edges[low : high + 1].tolist(),
+                    "counts": found.counts[low:high].tolist(),
+                    "flushed": found.flushed,
+                    "scale": found.scale,
+                }
+    return {name: value for name, value in details.items() if value is not None}
 
 
 def _loss_scaling(plugin: Any) -> dict[str, float | None]:

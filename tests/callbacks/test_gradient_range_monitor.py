@@ -27,7 +27,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
 from lightning_mp import MasterWeightPrecision, StaticLossScale
-from lightning_mp.callbacks.gradients import GradientRangeMonitor, _sample, compute_format
+from lightning_mp.callbacks import gradients
+from lightning_mp.callbacks.gradients import GROUP_ELEMENTS, GradientRangeMonitor, _grouped, _sample, compute_format
 from lightning_mp.numerics.formats import BF16, FP16, FP32
 from tests.callbacks.stand_ins import Rows, Scripted, wandb_run
 from tests.conftest import Said
@@ -367,6 +368,17 @@ def test_steps_that_are_not_sampled_cost_no_tensor_operation(plugin: Precision) 
     assert [watch.count > 0 for watch in monitor.watches] == [step in (0, 3, 6) for step in range(8)]
 
 
+def test_a_sample_takes_few_operations_for_each_of_many_parameters() -> None:
+    def operations(layers: int) -> int:
+        net = nn.Sequential(*[nn.Linear(4, 4) for _ in range(layers)], nn.Linear(4, 1))
+        monitor = Watched(1)
+        sample(Precision(), M(net), monitor, limit_train_batches=1)
+        return monitor.watches[0].count
+
+    few, many = operations(1), operations(21)
+    assert 0 < many - few <= 40 * 20  # for each of 40 more parameters; measured one by one they take more than a hundred
+
+
 class CountSyncsAndTransfers(CountSyncs):
     """Counts ``Tensor.cpu`` too."""
 
@@ -515,6 +527,88 @@ def test_a_bounded_sample_estimates_the_whole_and_weighs_parameters_by_their_siz
     assert rows.rows[0][NORM] == pytest.approx(math.sqrt(kept + 100), rel=1e-4)
     assert monitor.exponents is not None
     assert monitor.exponents.counts.sum() == pytest.approx(90_100)
+
+
+class Mixed(M):
+    """16-bit and fp32 parameters in turn, and some of each that stand still."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            nn.Sequential(*[part for _ in range(4) for part in (nn.Linear(4, 4), nn.LayerNorm(4))], nn.Linear(4, 1))
+        )
+        self.still = nn.ParameterList([nn.Parameter(torch.ones(size)) for size in (3, 700, 40)])
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        return super().loss(batch) + sum(param.sum() * factor for param, factor in zip(self.still, (0, 1e-9, 1), strict=True))
+
+
+@pytest.mark.parametrize("plugin", [MasterWeightPrecision("bf16-master"), FP16_MASTERS(), Precision()])
+def test_how_parameters_are_grouped_changes_no_value(plugin: Precision, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for limit in (1, 50, GROUP_ELEMENTS):
+        monkeypatch.setattr(gradients, "GROUP_ELEMENTS", limit)
+        torch.manual_seed(1)
+        rows, monitor = sample(plugin, Mixed(), GradientRangeMonitor(1, max_elements=500))
+        assert monitor.exponents is not None
+        found.append((rows.rows, monitor.stalled, monitor.exponents.counts.tolist()))
+    assert found[0] == found[1] == found[2]
+    names = [name for name, _ in Mixed().named_parameters()]
+    assert "still.0" in found[0][1]
+    assert sorted(found[0][1], key=names.index) == list(found[0][1])  # in the module's order
+
+
+def test_a_group_is_of_one_kind_and_bounded_in_what_is_sampled_and_copied() -> None:
+    sizes = [10, 2**14, 2**20, 2**26, 2**14, 3] * 40
+    dtypes = [torch.bfloat16, torch.float32, torch.bfloat16]
+    params = {
+        str(index): nn.Parameter(torch.empty(size, dtype=dtypes[index % 3], device="meta")) for index, size in enumerate(sizes)
+    }
+    groups = list(_grouped(params, 2**14))
+    assert sorted(name for group in groups for name in group) == sorted(params)
+    assert len(groups) < len(params)
+    for group in groups:
+        assert len({param.dtype for param in group.values()}) == 1
+        *but_one, _ = sorted(param.numel() for param in group.values())
+        assert sum(min(size, 2**14) for size in but_one) <= GROUP_ELEMENTS
+        assert sum(but_one) <= 16 * GROUP_ELEMENTS
+
+
+class SomeMasters(Precision):
+    """Knows fp32 values of ``layer.weight`` only."""
+
+    def masters(self, names: list[str]) -> dict[str, Tensor]:
+        return {name: self.known if name == "layer.weight" else torch.ones(1, dtype=torch.bfloat16) for name in names}
+
+
+def test_a_parameter_without_a_master_beside_one_that_has_one_is_left_out() -> None:
+    plugin, module = SomeMasters(), M(rows=tuple(rows.bfloat16() for rows in random_rows()))  # type: ignore[arg-type]
+    module.to(torch.bfloat16)
+    plugin.known = torch.ones(1, 4)
+
+    class Moves(Callback):
+        def on_train_batch_end(self, *args: Any) -> None:
+            plugin.known = plugin.known + torch.tensor([2.0**-10, 0.0, 1.0, 0.0])
+
+    rows = Rows()
+    nn.init.ones_(module.layer.weight)
+    make_trainer(plugin, Moves(), GradientRangeMonitor(1), logger=rows, limit_train_batches=1).fit(module)
+    assert rows.column(LOST) == [0.5]
+
+
+def test_a_sparse_gradient_without_a_row_is_a_gradient_of_zeros() -> None:
+    class NoRows(M):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(10, 2, sparse=True)
+
+        def loss(self, batch: list[Tensor]) -> Tensor:
+            return super().loss(batch) + self.table(torch.empty(0, dtype=torch.int64)).sum()
+
+    rows, monitor = sample(Precision(), NoRows(), limit_train_batches=1)
+    assert monitor.stalled == ("table.weight",)
+    assert monitor.exponents is not None
+    assert monitor.exponents.counts.sum() == 5  # of the linear layer
+    assert rows.rows[0][NORM] > 0
 
 
 class Odd(M):

@@ -14,7 +14,6 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_mp.callbacks.fingerprint import FINGERPRINT_BATCHES
 from lightning_mp.callbacks.run_recorder import RunRecorder, StepRecord, token_count
 
 
@@ -42,6 +41,7 @@ def loader(batches: int = 8, batch_size: int = 2) -> DataLoader[tuple[Tensor, ..
 def fit(module: LightningModule, folder: Path, recorder: RunRecorder | None = None, **options: Any) -> RunRecorder:
     recorder = recorder or RunRecorder()
     callbacks = [recorder, *options.pop("callbacks", [])]
+    batches = options.pop("loader", None) or loader()
     trainer = Trainer(
         accelerator="cpu",
         max_epochs=options.pop("max_epochs", 1),
@@ -53,7 +53,7 @@ def fit(module: LightningModule, folder: Path, recorder: RunRecorder | None = No
         callbacks=callbacks,
         **options,
     )
-    trainer.fit(module, options.get("loader") or loader())
+    trainer.fit(module, batches)
     return recorder
 
 
@@ -203,7 +203,8 @@ def test_stock_precisions_start_from_the_same_weights_and_data(tmp_path: Path) -
         runs.append(fit(Line(), tmp_path, precision=precision))
     assert runs[0].weights is not None
     assert runs[0].weights == runs[1].weights
-    assert runs[0].batches == runs[1].batches
+    assert runs[0].data_order == runs[1].data_order
+    assert list(runs[0].data_order) == ["1", "2", "4", "8", "16"]
 
 
 def test_another_weight_or_another_batch_gives_another_fingerprint(tmp_path: Path) -> None:
@@ -212,7 +213,9 @@ def test_another_weight_or_another_batch_gives_another_fingerprint(tmp_path: Pat
     with torch.no_grad():
         moved.weight.add_(1e-7)
     assert fit(moved, tmp_path).weights != base.weights
-    assert fit(Line(), tmp_path, max_steps=FINGERPRINT_BATCHES - 1).batches != base.batches
+    assert fit(Line(), tmp_path, loader=loader(6)).data_order == {key: base.data_order[key] for key in ("1", "2", "4", "8")}
+    shuffled = DataLoader([next(iter(loader())), *reversed(list(loader()))], batch_size=None)  # type: ignore[arg-type]
+    assert fit(Line(), tmp_path, loader=shuffled).data_order["4"] != base.data_order["4"]
 
 
 class Late(Line):

@@ -336,10 +336,11 @@ def test_batches_without_integers_have_samples_and_no_tokens(world) -> None:
     assert found["samples"] == 3 * len(LENGTHS)
 
 
-def test_once_a_batch_is_unknown_so_is_the_total(world) -> None:
+def test_once_a_batch_is_unknown_so_is_the_total_and_it_is_said(world, said: Said) -> None:
     make = iter([*(plain(3) for _ in range(6)), torch.zeros(2, 3), *(plain(3) for _ in range(5))])
     rows = fit(SpeedMonitor(), Paced(world.spend, lambda length: next(make)))
     assert rows.column("throughput/tokens") == [6, 12, 18, 24, 30, 36] + [None] * 6
+    assert "logs no throughput/tokens any more" in said
     assert rows.column("throughput/samples")[-1] == 24
 
 
@@ -363,6 +364,23 @@ def test_an_option_that_does_not_know_makes_no_number(world) -> None:
     found = last(fit(SpeedMonitor(tokens=lambda batch: None), Paced(world.spend)))
     assert "tokens" not in found
     assert "samples" in found
+
+
+@pytest.mark.parametrize("count", [-1, 2.0, True, "3", torch.tensor(1.5), torch.tensor([1, 2]), torch.tensor(True)], ids=repr)
+@pytest.mark.parametrize("option", ["tokens", "samples"])
+def test_what_is_no_count_is_refused_with_where_it_came_from(world, option, count) -> None:
+    with pytest.raises(ValueError, match=rf"the option {option} returned .* must be a whole number, 0 or more"):
+        fit(SpeedMonitor(**{option: lambda batch: count}), Paced(world.spend))
+
+
+def test_a_mask_that_says_nothing_about_padding_is_named(world, said: Said) -> None:
+    def float_mask(length: int) -> dict[str, Tensor]:
+        return {"input_ids": torch.zeros(2, length, dtype=torch.long), "attention_mask": torch.ones(2, length)}
+
+    fit(SpeedMonitor(), Paced(world.spend, float_mask))
+    assert "attention_mask (torch.float32, (2, " in said
+    fit(SpeedMonitor(), Paced(world.spend, padded))
+    assert said.count("counts padding as tokens") == 1
 
 
 # --- totals over a resume ----------------------------------------------------------------------------------------------------
@@ -875,6 +893,7 @@ def test_after_training_it_can_be_copied_and_pickled_and_holds_no_tensor(world) 
     "options",
     [
         {"window": 1}, {"window": 2.5}, {"window": True}, {"warmup_steps": -1}, {"flops_per_token": 0},
+        {"tokens": 5}, {"samples": "batch"},
         {"flops_per_step": math.nan}, {"peak_tflops": -1.0}, {"flops_per_token": 1.0, "flops_per_step": 1.0},
     ],
     ids=str,

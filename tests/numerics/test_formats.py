@@ -173,6 +173,31 @@ def test_an_update_is_lost_exactly_when_rounding_the_sum_gives_the_value_again(f
     assert decided == {True, False}
 
 
+@pytest.mark.parametrize("fmt", [FP32, TF32, BF16, FP16], ids=name)
+def test_values_of_any_kind_are_rounded_first_and_then_half_the_spacing_decides(fmt: FloatFormat) -> None:
+    values = torch.cat([random_bits(seed=2), torch.tensor([0.0, -0.0, INF, -INF, NAN])])
+    rounded = formats.round_to(values, fmt)
+    is_even = (rounded / formats.ulp(rounded, fmt)).remainder(2) == 0
+    decided = set()
+    for sign in (1, -1):
+        half = formats.half_ulp(rounded, fmt, towards_zero=(rounded > 0) != (sign > 0))
+        for size in (half, torch.nextafter(half, torch.tensor(INF)), torch.nextafter(half, torch.tensor(0.0)), half / 3):
+            expected = (size > 0) & ((size < half) | ((size == half) & is_even))
+            found = formats.lost(values, sign * size, fmt)
+            assert torch.equal(found, expected)
+            decided |= set(found.unique().tolist())
+    assert decided == {True, False}
+
+
+@pytest.mark.parametrize("fmt", SHORT, ids=name)
+def test_values_of_the_formats_own_dtype_are_taken_as_they_are(fmt: FloatFormat) -> None:
+    values = every_value(fmt)
+    updates = 0.7 * formats.half_ulp(values, fmt)
+    assert torch.equal(formats.lost(values.to(DTYPES[fmt]), updates, fmt), formats.lost(values, updates, fmt))
+    stored = formats.round_to(values.to(DTYPES[fmt]), fmt)
+    torch.testing.assert_close(stored, values, rtol=0, atol=0, equal_nan=True)
+
+
 def test_fp32_loses_what_its_own_addition_loses() -> None:
     values = random_bits(seed=1)
     values = values[values.isfinite() & (values != 0)]
@@ -311,12 +336,20 @@ def test_the_histogram_of_nothing_is_empty() -> None:
     assert formats.exponent_histogram(torch.empty(0, 3)).sum() == 0
 
 
+def test_histograms_of_several_tensors_are_those_of_each() -> None:
+    parts = [random_bits(1000, seed) for seed in range(3)] + [torch.empty(0), torch.tensor([0.0, INF, NAN, 2.0**-149])]
+    together = formats.exponent_histograms(torch.cat(parts), [len(part) for part in parts])
+    assert torch.equal(together, torch.stack([formats.exponent_histogram(part) for part in parts]))
+    assert together.sum(1)[-2:].tolist() == [0, 1]
+
+
 def test_flushed_values_are_estimated_from_negative_zeros() -> None:
     zeros = torch.tensor([0.0, 0.0, 0.0, -0.0, 1.0, -1.0])
     assert formats.flushed_count(zeros) == 2
     assert formats.flushed_count(torch.tensor([-0.0, -0.0, 0.0])) == 3  # never more than there are zeros
     assert formats.flushed_count(torch.zeros(5)) == 0
     assert formats.flushed_count(torch.empty(0)) == 0
+    assert formats.flushed_estimate(torch.tensor([4, 3, 5]), torch.tensor([1, 2, 0])).tolist() == [2, 3, 0]
 
 
 def test_the_estimate_is_near_the_truth_for_a_matrix_product_in_fp16() -> None:
@@ -336,6 +369,7 @@ def test_the_estimate_is_near_the_truth_for_a_matrix_product_in_fp16() -> None:
 CALLS: dict[str, Callable[[Tensor], Any]] = {
     "exponents": formats.exponents,
     "exponent_histogram": formats.exponent_histogram,
+    "exponent_histograms": lambda x: formats.exponent_histograms(x, [40, 60]),
     "ulp": lambda x: formats.ulp(x, BF16),
     "half_ulp": lambda x: formats.half_ulp(x, BF16, x > 0),
     "round_to": lambda x: formats.round_to(x, BF16),

@@ -83,11 +83,11 @@ def test_a_curve_with_nan_is_still_plain_data() -> None:
 
 
 def test_other_weights_and_unknown_batches_are_named() -> None:
-    base = Result("32-true", "ok", weights_fingerprint="a", batches_fingerprint="b")
+    base = Result("32-true", "ok", weights_fingerprint="a", data_order={"1": "b"})
     assert pairing_notes([base, replace(base, precision="bf16-mixed")]) == []
     notes = pairing_notes([base, Result("bf16-true", "ok", weights_fingerprint="z")])
     assert "bf16-true: not the same initial weights as 32-true" in notes[0]
-    assert "bf16-true: first batches could not be fingerprinted" in notes[1]
+    assert "bf16-true: order of data could not be fingerprinted" in notes[1]
 
 
 def test_every_default_is_known_and_a_list_is_parsed_in_order() -> None:

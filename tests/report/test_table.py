@@ -22,7 +22,7 @@ def result(name: str, loss: float = 2.34567, **changes: object) -> Result:
     records = [StepRecord(i + 1, loss, 524_288, 1234.5678) for i in range(10)]
     full = Result(
         name, "ok", summary=summarise(records), memory=MEMORY, peak_rss_bytes=123_456 << 20, peak_cuda_bytes=80 << 30,
-        weights_fingerprint="a", batches_fingerprint="b",
+        weights_fingerprint="a", data_order={"1": "b"},
     )  # fmt: skip
     return replace(full, **changes)  # type: ignore[arg-type]
 
