@@ -209,7 +209,7 @@ def _draw_curves(axes: Axes, story: Story, shown: Sequence[Styled], look: Look) 
         means = _block_means(run, story)
         faint = {"alpha": 0.22, "linewidth": 0.8} if means is not None else {"linewidth": 1.3}
         every = {} if means is not None else spread(index, len(shown), len(x), style, look)
-        if means is not None and run.loss is not None and len(x) > 1:
+        if means is not None and run.loss is not None and np.isfinite(run.loss.x).all() and len(x) > 1:
             x = x - np.median(np.diff(run.loss.x)) / 2  # the middle of a step, as means stand in the middle of their blocks
         axes.plot(x, y, color=colours[style.accent], zorder=2, solid_joinstyle="round", **{**faint, **every})
         seen.append(y)

@@ -115,12 +115,12 @@ class Comparison:
     overrides: tuple[str, ...]
     seed: int
     precisions: tuple[str, ...]
+    results: tuple[Result, ...] = ()
+    status: str = "running"
     seeds: int = 1
     baselines: tuple[str, ...] = ()
     required: tuple[str, ...] = ()
-    results: tuple[Result, ...] = ()
     seed_results: tuple[Result, ...] = ()
-    status: str = "running"
 
     @property
     def reference(self) -> Result | None:

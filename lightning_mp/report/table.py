@@ -19,6 +19,7 @@ WIDTH = 100
 WORDY_COLUMNS = 5  # with more, "NOT COMPARABLE" does not fit
 UNSTEADY = 2.0  # p95 over median; a quiet machine with equal batches stays well below
 UNKNOWN = "n/a"
+BASELINE = "baseline"  # instead of a verdict
 _ERROR_CHARACTERS = 400
 
 Cell = Callable[[Result], str]
@@ -34,7 +35,7 @@ def comparison_table(comparison: Comparison) -> Table:
     for section in _sections(comparison):
         for label, cell in section:
             cells = [cell(result) for result in comparison.results]
-            if any(text != UNKNOWN for text in cells):  # a row that nobody has says nothing
+            if any(text not in (UNKNOWN, BASELINE) for text in cells):  # a row that nobody has says nothing
                 table.add_row(label, *cells)
         table.add_section()
     return table
@@ -94,12 +95,18 @@ def _sections(comparison: Comparison) -> list[list[tuple[str, Cell]]]:
             (f"tail loss - {REFERENCE}", relative("tail_loss_gap", "{:+.4f}")),
         ],
         # the sentences below the table say it, too; a wide table has no room for words
-        [("verdict", lambda r: r.verdict_status or UNKNOWN)] if len(comparison.results) <= WORDY_COLUMNS else [],
+        [("verdict", _verdict_cell)] if len(comparison.results) <= WORDY_COLUMNS else [],
         [
             ("  gap to the baseline", verdict("gap", "{:+.4f}")),
             ("  smallest visible gap", verdict("smallest_visible_gap", "{:.4f}")),
         ],
     ]
+
+
+def _verdict_cell(result: Result) -> str:
+    if result.verdict_status is None and result.precision == REFERENCE:
+        return BASELINE
+    return result.verdict_status or UNKNOWN
 
 
 def _verdict_sentences(comparison: Comparison) -> list[str]:

@@ -20,7 +20,7 @@ def finish(weights=FINGERPRINT, non_finite_step=None, notes=()):
     half = {"weights": 20, "masters": 0, "gradients": 20, "optimizer_state": 40, "buffers": 0, "parameters": 10}
     send(
         "finished", memory=half, peak_rss_bytes=3 << 20, peak_cuda_bytes=None, weights_fingerprint=weights,
-        data_order={"1": FINGERPRINT}, non_finite_step=non_finite_step, skipped_steps=None, loss_scale=None,
+        data_order={"1": FINGERPRINT}, non_finite_step=non_finite_step, skipped_steps=None, loss_scale=None, details={},
         notes=list(notes),
     )  # fmt: skip
 

@@ -54,9 +54,10 @@ def test_everything_a_worker_prints_is_in_its_log(tmp_path: Path) -> None:
     assert "@lightning-mp" not in log
 
 
-def test_a_killed_worker_is_a_result_and_the_next_one_runs(tmp_path: Path) -> None:
-    comparison = run(tmp_path, "16-master", "32-true")
-    killed, finished = comparison.results
+def test_a_killed_worker_is_a_result_and_the_others_run(tmp_path: Path) -> None:
+    comparison = run(tmp_path, "16-master", "bf16-true", "32-true")
+    assert [result.precision for result in comparison.results] == ["32-true", "16-master", "bf16-true"]  # fp32 runs first
+    _, killed, finished = comparison.results
     assert killed.status == "failed"
     assert "SIGKILL" in str(killed.error)
     assert finished.status == "ok"

@@ -74,15 +74,29 @@ def test_skipped_steps_and_loss_scale_are_shown_where_there_is_one() -> None:
     assert "skipped" not in rendered(comparison(result("32-true")))
 
 
-def test_the_sentences_say_who_is_close_to_fp32_and_who_is_not() -> None:
-    sentences = reading_help(
-        comparison(result("32-true"), result("bf16-mixed", 2.3457), result("bf16-true", 2.5), result("auto", 2.0))
-    )
-    assert "Tail loss within 0.01 of 32-true: bf16-mixed." in sentences[0]
-    assert "above 32-true (worse): bf16-true (+0.1543)." in sentences[0]
-    assert "below 32-true (better): auto (-0.3457)." in sentences[0]
-    assert "the last 2 steps" in sentences[1]
-    assert "first 3 steps" in sentences[1]
+def judged(name: str, status: str, gap: float) -> Result:
+    return result(name, verdict={"status": status, "gap": gap, "smallest_visible_gap": 0.0123, "explanation": f"{name} said so."})
+
+
+def test_each_verdict_has_its_sentence_and_its_row() -> None:
+    runs = [result("32-true"), judged("bf16-mixed", "MATCHES", 0.0004), judged("bf16-true", "NOT COMPARABLE", 0.25)]
+    compared = replace(comparison(*runs), baselines=("a", "b", "c"))
+    sentences = reading_help(compared)
+    assert sentences[:2] == ["bf16-mixed MATCHES: bf16-mixed said so.", "bf16-true NOT COMPARABLE: bf16-true said so."]
+    assert "3 runs of 32-true with different seeds" in sentences[2]
+    assert "the last 2 steps" in sentences[3]
+    assert "first 3 steps" in sentences[3]
+    rows = {line[:25].strip(): line[25:].split() for line in rendered(compared).splitlines()}
+    assert rows["verdict"] == ["baseline", "MATCHES", "NOT", "COMPARABLE"]
+    assert rows["gap to the baseline"] == ["n/a", "+0.0004", "+0.2500"]
+    assert rows["smallest visible gap"] == ["n/a", "0.0123", "0.0123"]
+
+
+def test_many_verdicts_fit_in_100_columns() -> None:
+    text = rendered(comparison(*(judged(name, "NOT COMPARABLE", -0.123) for name in CANDIDATES)))
+    assert max(len(line) for line in text.splitlines()) <= 100
+    assert "…" not in text
+    assert all(f"{name} NOT COMPARABLE: {name} said so." in text for name in CANDIDATES)
 
 
 def test_step_times_that_scatter_are_not_to_be_trusted() -> None:
