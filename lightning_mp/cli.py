@@ -443,14 +443,15 @@ def _write_page(
     **options: Any,
 ) -> None:
     """Make a report page of saved runs."""
-    from lightning_mp.report import page  # with matplotlib, a second that other commands do not need
-    from lightning_mp.report.drawing import Picture
-    from lightning_mp.report.figures import pictures
-    from lightning_mp.report.images import to_png
-    from lightning_mp.report.sources import story_of
+    # with matplotlib, a second that other commands do not need
+    from lightning_mp.report.page import render
+    from lightning_mp.report.page.drawing import Picture
+    from lightning_mp.report.page.figures import pictures
+    from lightning_mp.report.page.images import to_png
+    from lightning_mp.report.saved.sources import story_of
 
     story = story_of(sources, **options)
-    page.write(path, story)
+    render.write(path, story)
     print(f"Report: {path}")
     if wandb is not None:
         mode, folder = wandb
@@ -461,8 +462,6 @@ def _write_page(
 
 def _report(args: list[str]) -> int:
     """Make a report of saved runs."""
-    from lightning_mp.report.sources import SourceError
-
     options = _report_parser().parse_args(args)
     output = Path(options.output)
     try:
@@ -475,7 +474,7 @@ def _report(args: list[str]) -> int:
             force=options.force,
             command=shlex.join(["lightning-mp", "report", *args]),
         )
-    except (SourceError, BaselineError) as error:
+    except ValueError as error:  # of a source, a baseline, or the name of the reference
         raise UsageError(str(error)) from error
     except OSError as error:
         raise UsageError(f"the report could not be written to {output}: {error}") from error

@@ -1,8 +1,7 @@
 """What the report page tells: the runs of one comparison, in plain numbers.
 
-Whoever reads runs (from folders, CSV files, Weights & Biases) fills this in; :mod:`lightning_mp.report.page` and
-:mod:`lightning_mp.report.figures` only read it. Everything but a run's name and precision may be unknown. What is unknown is
-None or empty, is left out of the page, and the page says so.
+:mod:`lightning_mp.report.saved` fills this in, and :mod:`lightning_mp.report.page` only reads it. Everything but a run's name
+and precision may be unknown. What is unknown is None or empty, is left out of the page, and the page says so.
 """
 
 from __future__ import annotations

@@ -159,10 +159,12 @@ def log_pictures(mode: Mode, group: str, folder: Path, pictures: Mapping[str, by
     if mode == "disabled" or not pictures:
         return None
     import wandb
+    from PIL import Image
 
     try:
         log = WandbRunLog(mode, "report", group, folder)
-        log.log_images({f"report/{name}": wandb.Image(io.BytesIO(png)) for name, png in pictures.items()})
+        images = {f"report/{name}": wandb.Image(Image.open(io.BytesIO(png))) for name, png in pictures.items()}
+        log.log_images(images)
     except Exception as error:  # a comparison must not die of its logger, whatever it raises
         return f"The pictures were not logged to Weights & Biases ({type(error).__name__}: {error})."
     return None

@@ -138,8 +138,8 @@ def main() -> None:
     with_them, without = tiny(arguments.tiny_steps)
     added = [(a - b) * 1e3 for a, b in zip(with_them, without, strict=True)]
     print(
-        f"tiny, mean step       {statistics.fmean(without):9.3f} ms without monitors; with them {statistics.fmean(added):+6.1f} us:"
-        f" {statistics.median(added):+.1f} us at most steps, {max(added):+.0f} us at the costliest of {BLOCK}"
+        f"tiny, mean step       {statistics.fmean(without):9.3f} ms without monitors; with them {statistics.fmean(added):+6.1f}"
+        f" us: {statistics.median(added):+.1f} us at most steps, {max(added):+.0f} us at the costliest of {BLOCK}"
     )
 
 

@@ -18,10 +18,10 @@ import pytest
 from matplotlib.colors import to_hex
 from matplotlib.image import imread
 
-from lightning_mp.report import drawing, figures, figures_loss, figures_range
-from lightning_mp.report.drawing import NARROW, POINTS, WIDE, Look, Missing, Picture, styles, thin
-from lightning_mp.report.images import to_png, to_svg
-from lightning_mp.report.palette import DARK, LIGHT
+from lightning_mp.report.page import drawing, figures, figures_loss, figures_range
+from lightning_mp.report.page.drawing import NARROW, POINTS, WIDE, Look, Missing, Picture, styles, thin
+from lightning_mp.report.page.images import to_png, to_svg
+from lightning_mp.report.page.palette import DARK, LIGHT
 from lightning_mp.report.story import Exponents, RunStory, Series, Story
 from tests.report import story_examples as examples
 
@@ -351,7 +351,7 @@ def test_a_name_that_is_not_shown_whole_fits_its_place():
 
 def test_no_picture_touches_the_state_of_pyplot():
     code = (
-        "import sys; from tests.report import story_examples as e; from lightning_mp.report import figures as f;"
+        "import sys; from tests.report import story_examples as e; from lightning_mp.report.page import figures as f;"
         "[(f.to_svg(p), f.to_png(p)) for p in f.pictures(e.hostile_numbers()) if isinstance(p, f.Picture)];"
         "print('matplotlib.pyplot' in sys.modules)"
     )

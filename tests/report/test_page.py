@@ -12,7 +12,7 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 
-from lightning_mp.report import page
+from lightning_mp.report.page import render as page
 from lightning_mp.report.story import RunStory, Series, Story
 from tests.report import story_examples as examples
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from lightning_mp.report import page
+from lightning_mp.report.page import render as page
 from tests.report import story_examples as examples
 
 api = pytest.importorskip("playwright.sync_api", reason="the playwright package is not installed")

@@ -28,11 +28,11 @@ from lightning_mp.files import write_json
 from lightning_mp.numerics.baseline import Baseline, BaselineRun, read_baseline, write_baseline
 from lightning_mp.numerics.curve import LossCurve
 from lightning_mp.numerics.divergence import Alarm, Block, Rule, Verdict
-from lightning_mp.report import saved_wandb
-from lightning_mp.report.page import render
+from lightning_mp.report.page.render import render
 from lightning_mp.report.results import Comparison, Result, curve_json, summarise
-from lightning_mp.report.saved_run import KEPT_POINTS
-from lightning_mp.report.sources import SourceError, story_of
+from lightning_mp.report.saved import wandb as saved_wandb
+from lightning_mp.report.saved.run import KEPT_POINTS
+from lightning_mp.report.saved.sources import SourceError, story_of
 from lightning_mp.report.story import RunStory, Story
 from lightning_mp.report.wandb import open_run_log
 

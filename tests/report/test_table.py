@@ -75,7 +75,9 @@ def test_skipped_steps_and_loss_scale_are_shown_where_there_is_one() -> None:
 
 
 def judged(name: str, status: str, gap: float) -> Result:
-    return result(name, verdict={"status": status, "gap": gap, "smallest_visible_gap": 0.0123, "explanation": f"{name} said so."})
+    return result(
+        name, verdict={"status": status, "gap": gap, "smallest_visible_gap": 0.0123, "explanation": f"{name} said so."}
+    )
 
 
 def test_each_verdict_has_its_sentence_and_its_row() -> None:

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from lightning_mp.report import wording
+from lightning_mp.report.page import wording
 
 MINUS = wording.MINUS
 

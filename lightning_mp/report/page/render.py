@@ -3,8 +3,9 @@
 It needs no network, no fonts and no scripts. It is light or dark as the reader's system is, and can be read on a phone, on
 paper, by keyboard, and with a screen reader: every picture has its finding in words, and the numbers behind it in a table.
 
-What it says comes from a :class:`~lightning_mp.report.story.Story`, the pictures from :mod:`lightning_mp.report.figures`, and
-the looks from ``page.html.j2``. Names and texts are data: they are escaped, whatever is in them.
+What it says comes from a :class:`~lightning_mp.report.story.Story`, the pictures from
+:mod:`lightning_mp.report.page.figures`, and the looks from ``page.html.j2``. Names and texts are data: they are escaped,
+whatever is in them.
 """
 
 from __future__ import annotations
@@ -19,13 +20,12 @@ from markupsafe import Markup
 
 from lightning_mp.files import write_text
 from lightning_mp.numerics.divergence import Verdict
-from lightning_mp.report.drawing import NARROW, WIDE, Missing, Picture, Style, Table, styles
-from lightning_mp.report.figures import pictures
-from lightning_mp.report.figures_loss import interval_text
-from lightning_mp.report.images import to_svg
-from lightning_mp.report.palette import DARK, LIGHT
-from lightning_mp.report.story import RunStory, Story
-from lightning_mp.report.wording import (
+from lightning_mp.report.page.drawing import NARROW, WIDE, Missing, Picture, Style, Table, styles
+from lightning_mp.report.page.figures import pictures
+from lightning_mp.report.page.figures_loss import interval_text
+from lightning_mp.report.page.images import to_svg
+from lightning_mp.report.page.palette import DARK, LIGHT
+from lightning_mp.report.page.wording import (
     NAME_LENGTH,
     UNKNOWN,
     compact,
@@ -38,6 +38,7 @@ from lightning_mp.report.wording import (
     shortened,
     signed,
 )
+from lightning_mp.report.story import RunStory, Story
 
 #: Each outcome with its tone, which has a colour and a shape, and what the headline says of one run, and of several.
 #: Worst first: the order of the cards.
@@ -135,7 +136,7 @@ def write(path: Path, story: Story) -> None:
 
 @cache
 def _template() -> Template:
-    loader = PackageLoader("lightning_mp.report", "")
+    loader = PackageLoader("lightning_mp.report.page", "")
     environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     return environment.get_template("page.html.j2")
 

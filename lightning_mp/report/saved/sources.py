@@ -1,8 +1,8 @@
 """From saved runs to the story that the report page tells.
 
 A source is the folder of a comparison, a log of Lightning's `CSVLogger`, an offline run of Weights & Biases, or the file of a
-`BaselineRecorder`; several can be mixed. Each is read by itself (:mod:`~lightning_mp.report.saved_comparison`,
-:mod:`~lightning_mp.report.saved_log`, :mod:`~lightning_mp.report.saved_wandb`). Here they are set beside each other: they get
+`BaselineRecorder`; several can be mixed. Each is read by itself (:mod:`~lightning_mp.report.saved.comparison`,
+:mod:`~lightning_mp.report.saved.log`, :mod:`~lightning_mp.report.saved.wandb`). Here they are set beside each other: they get
 names that differ and one axis, and a run that was not judged while it trained is judged now.
 """
 
@@ -26,10 +26,10 @@ from lightning_mp.numerics.baseline import (
 )
 from lightning_mp.numerics.curve import LossCurve
 from lightning_mp.numerics.divergence import AXES, Axis, DivergenceTest, Rule
-from lightning_mp.report.saved_comparison import FILE, SavedComparison, read_comparison
-from lightning_mp.report.saved_log import PEAK_LABELS, PEAK_RSS, RUN_PEAK, read_csv_log
-from lightning_mp.report.saved_run import SavedRun, SourceError, flat, known_axes, loss_series, noted, positions, tail_loss
-from lightning_mp.report.saved_wandb import read_wandb
+from lightning_mp.report.saved.comparison import FILE, SavedComparison, read_comparison
+from lightning_mp.report.saved.log import PEAK_LABELS, PEAK_RSS, RUN_PEAK, read_csv_log
+from lightning_mp.report.saved.run import SavedRun, SourceError, flat, known_axes, loss_series, noted, positions, tail_loss
+from lightning_mp.report.saved.wandb import read_wandb
 from lightning_mp.report.story import RunStory, Series, Story
 
 __all__ = ["SourceError", "story_of"]

@@ -19,8 +19,8 @@ from lightning_mp.numerics.curve import LossCurve
 from lightning_mp.report.candidates import REFERENCE
 from lightning_mp.report.compare import BASELINE_FILE
 from lightning_mp.report.results import FAILED, INTERRUPTED, NON_FINITE, SCHEMA_VERSION, WARMUP_STEPS
-from lightning_mp.report.saved_log import judged, monitored, read_columns, with_verdict
-from lightning_mp.report.saved_run import (
+from lightning_mp.report.saved.log import judged, monitored, read_columns, with_verdict
+from lightning_mp.report.saved.run import (
     Evenly,
     SavedRun,
     SourceError,

@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from lightning_mp.numerics.formats import BF16, FP16, FP32, FloatFormat
-from lightning_mp.report.drawing import (
+from lightning_mp.report.page.drawing import (
     Array,
     Canvas,
     Look,
@@ -30,8 +30,8 @@ from lightning_mp.report.drawing import (
     thin,
     up,
 )
+from lightning_mp.report.page.wording import NAME_LENGTH, each, known, listed, number, percent, power, shortened
 from lightning_mp.report.story import Exponents, RunStory, Series, Story
-from lightning_mp.report.wording import NAME_LENGTH, each, known, listed, number, percent, power, shortened
 
 _ALL = percent(1.0)
 _MOST = 4  # runs that are told of one by one

@@ -12,8 +12,8 @@ import matplotlib.style
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 
-from lightning_mp.report.drawing import WIDE, Look, Picture
-from lightning_mp.report.palette import DARK, LIGHT, STAND_INS
+from lightning_mp.report.page.drawing import WIDE, Look, Picture
+from lightning_mp.report.page.palette import DARK, LIGHT, STAND_INS
 
 
 def to_svg(picture: Picture, width: int = WIDE) -> str:

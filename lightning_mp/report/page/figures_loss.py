@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from lightning_mp.numerics.divergence import Block
-from lightning_mp.report.drawing import (
+from lightning_mp.report.page.drawing import (
     DASHES,
     POINTS,
     Array,
@@ -34,8 +34,8 @@ from lightning_mp.report.drawing import (
     thin,
     up,
 )
+from lightning_mp.report.page.wording import NAME_LENGTH, UNKNOWN, compact, each, known, number, shortened, signed
 from lightning_mp.report.story import RunStory, Series, Story
-from lightning_mp.report.wording import NAME_LENGTH, UNKNOWN, compact, each, known, number, shortened, signed
 
 #: The most alarms that are named in a picture; the others are only marked.
 NAMED_ALARMS = 3

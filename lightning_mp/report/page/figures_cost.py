@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from lightning_mp.report.drawing import (
+from lightning_mp.report.page.drawing import (
     Array,
     Canvas,
     Look,
@@ -30,8 +30,8 @@ from lightning_mp.report.drawing import (
     thin,
     up,
 )
+from lightning_mp.report.page.wording import UNKNOWN, each, known, memory, memory_unit, number, ratio
 from lightning_mp.report.story import MEMORY_PARTS, RunStory, Story
-from lightning_mp.report.wording import UNKNOWN, each, known, memory, memory_unit, number, ratio
 
 
 def memory_parts(story: Story) -> Picture | Missing:

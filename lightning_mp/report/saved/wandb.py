@@ -1,7 +1,7 @@
 """Read an offline run of Weights & Biases from its `.wandb` file, with wandb's own reader in a process of its own.
 
 Its history is written as a CSV file like that of Lightning's `CSVLogger` first, so that there is one way to read both
-(:mod:`lightning_mp.report.saved_log`). Its config says what was run, and its summary how it ended and how it was judged.
+(:mod:`lightning_mp.report.saved.log`). Its config says what was run, and its summary how it ended and how it was judged.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 from lightning_mp.callbacks.wandb import STEP
 from lightning_mp.numerics.baseline import LOSS_COLUMNS
 from lightning_mp.numerics.curve import LossCurve
-from lightning_mp.report.saved_log import (
+from lightning_mp.report.saved.log import (
     BYTES_PER_PARAMETER,
     LOG2_SCALE,
     MONITORED,
@@ -35,7 +35,7 @@ from lightning_mp.report.saved_log import (
     log_run,
     read_columns,
 )
-from lightning_mp.report.saved_run import (
+from lightning_mp.report.saved.run import (
     SavedRun,
     SourceError,
     flat,

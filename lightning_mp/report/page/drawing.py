@@ -6,7 +6,7 @@ fits.
 
 **Colours by role.** A palette gives each role (``ink``, ``accent-1``, ``bad``) a colour. For SVG the colours are stand-ins that
 are not used for anything else, and become ``var(--ink)`` and so on, for the page's style sheet to fill in for light, dark and
-paper. :mod:`lightning_mp.report.palette` has what the style sheet fills in, and what PNG uses.
+paper. :mod:`lightning_mp.report.page.palette` has what the style sheet fills in, and what PNG uses.
 
 **Text stays text** in SVG: small, searchable, and in the reader's font. It is laid out with the metrics of DejaVu Sans, which
 is wider than what browsers use for a sans-serif, so what fits here fits there.
@@ -29,9 +29,9 @@ from matplotlib.markers import MarkerStyle
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator
 
-from lightning_mp.report.palette import ACCENT_OF, ACCENTS, PARTS
+from lightning_mp.report.page.palette import ACCENT_OF, ACCENTS, PARTS
+from lightning_mp.report.page.wording import MINUS, UNKNOWN, compact, number, shortened
 from lightning_mp.report.story import RunStory, Series, Story
-from lightning_mp.report.wording import MINUS, UNKNOWN, compact, number, shortened
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 #: The most rows of the table behind a curve.

@@ -27,7 +27,7 @@ from lightning_mp.numerics.baseline import (
 )
 from lightning_mp.numerics.curve import LossCurve
 from lightning_mp.numerics.divergence import AXES
-from lightning_mp.report.saved_run import (
+from lightning_mp.report.saved.run import (
     Evenly,
     SavedRun,
     SourceError,
