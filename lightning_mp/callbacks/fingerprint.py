@@ -21,7 +21,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 
-from lightning_mp.callbacks.nesting import leaves as leaves
+from lightning_mp.callbacks.nesting import leaves
 from lightning_mp.callbacks.publish import Monitor
 from lightning_mp.callbacks.tokens import count_batch
 

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_mp.callbacks.fingerprint import leaves
+from lightning_mp.callbacks.nesting import leaves
 from lightning_mp.callbacks.publish import Monitor, alert, is_logging_step, publish
 from lightning_mp.cost.activations import saved_bytes
 from lightning_mp.cost.allocator import PeakReader, device_bytes

@@ -37,6 +37,7 @@ from torch.optim import Optimizer
 
 from lightning_mp.callbacks.clock import Clock, clock_for
 from lightning_mp.callbacks.publish import Monitor, is_logging_step, publish
+from lightning_mp.callbacks.step_loss import data_replicas
 from lightning_mp.callbacks.tokens import BatchCount, count_batch
 from lightning_mp.cost.roofline import FlopCount, is_compiled, matmul_format, peak_tflops
 from lightning_mp.cost.throughput import StepFlops, TimedStep, summarise, usable
@@ -399,7 +400,7 @@ class SpeedMonitor(Monitor):
         """The values of all ranks together, those that every rank knows. One all-reduce if there are several."""
         mine = [own.get(name, 0.0) for name in NAMES] + [float(name in own) for name in NAMES]
         summed = self._meet(trainer, mine)
-        ranks, replicas = trainer.world_size, _replicas(trainer)
+        ranks, replicas = trainer.world_size, data_replicas(trainer)
         values: dict[str, float] = {}
         for index, name in enumerate(NAMES):
             if summed[len(NAMES) + index] < ranks:
@@ -430,7 +431,7 @@ class SpeedMonitor(Monitor):
             ).tolist()
         counts, unknown = mine[len(values) : -len(TOTALS)], mine[-len(TOTALS) :]
         for name, count, flag in zip(TOTALS, counts, unknown, strict=True):
-            self._totals[name] += round(count * _replicas(trainer) / trainer.world_size)
+            self._totals[name] += round(count * data_replicas(trainer) / trainer.world_size)
             self._local[name] = 0
             if flag:
                 self._unknown.add(name)
@@ -490,7 +491,7 @@ class SpeedMonitor(Monitor):
         elif "32-true" not in str(trainer.precision_plugin.precision) and _has_bilinear(pl_module):
             # torch computes its inner products outside of autocast while they are counted, with other bits
             reason = "nn.Bilinear runs under autocast"
-        elif _replicas(trainer) != trainer.world_size:
+        elif data_replicas(trainer) != trainer.world_size:
             reason = "ranks share the work on a batch"
         if reason is not None:
             rank_zero_info(
@@ -662,13 +663,6 @@ def _given_flops(per_token: float | None, per_step: float | None) -> StepFlops |
 
 def _has_bilinear(module: nn.Module) -> bool:
     return any(isinstance(child, nn.Bilinear) for child in module.modules())
-
-
-def _replicas(trainer: Trainer) -> int:
-    """How many ranks see data of their own; the others share the work on the same batches."""
-    if trainer.world_size == 1:
-        return 1
-    return int((trainer.distributed_sampler_kwargs or {}).get("num_replicas", trainer.world_size))
 
 
 def _read(counts: list[Tensor]) -> list[int]:
