@@ -480,6 +480,17 @@ def test_the_fp16_overlay_goes_over_any_base_file(monkeypatch: pytest.MonkeyPatc
     assert {"LossScaleMonitor", "GradientRangeMonitor"} <= set(names)
 
 
+def test_the_baseline_overlay_records_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr("sys.argv", ["lightning-mp"])
+    with torch.device("meta"):
+        args = ["--config", "configs/byte_gpt.yaml", "--config", "configs/baseline.yaml"]
+        cli = LightningCLI(trainer_class=lightning_mp.Trainer, run=False, args=args)
+    assert cli.trainer.precision == "32-true"
+    (recorder,) = [callback for callback in cli.trainer.callbacks if isinstance(callback, lightning_mp.BaselineRecorder)]
+    assert str(recorder.path) == "baselines/byte_gpt.json"
+
+
 @pytest.mark.parametrize("module", [data, model, text])
 def test_the_examples_in_the_docstrings_run(module: Any) -> None:
     assert doctest.testmod(module).failed == 0
