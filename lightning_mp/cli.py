@@ -49,14 +49,15 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from rich.console import Console
 
 import lightning_mp
+from lightning_mp.callbacks.publish import Monitor
 from lightning_mp.files import write_text
-from lightning_mp.numerics.baseline import BaselineError, join_baselines, read_baseline
+from lightning_mp.numerics.baseline import Baseline, BaselineError, join_baselines, read_baseline
 from lightning_mp.numerics.divergence import DivergenceTest
 from lightning_mp.numerics.loss_scale import LossScale
 from lightning_mp.report.candidates import CANDIDATES, DEFAULT, FP16, REFERENCE, SLOW_FP16, parse_precisions
 from lightning_mp.report.compare import Plan, run_comparison
 from lightning_mp.report.files import new_run_folder
-from lightning_mp.report.results import INTERRUPTED, OK, Comparison
+from lightning_mp.report.results import INTERRUPTED, OK, Comparison, Result
 from lightning_mp.report.table import WIDTH, comparison_table, reading_help
 from lightning_mp.report.wandb import MODES, Mode, log_pictures
 from lightning_mp.report.worker import EventWriter, WorkerReport, WorkerSpec
@@ -101,6 +102,9 @@ def main(args: Sequence[str] | None = None) -> int:
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)
         return BAD_INPUT
+    except KeyboardInterrupt:
+        print("Interrupted.", file=sys.stderr)
+        return 128 + signal.SIGINT
     return 0
 
 
@@ -292,10 +296,11 @@ def _compare(args: list[str]) -> int:
         precisions = parse_precisions(options.precisions)
     except ValueError as error:
         raise UsageError(str(error)) from error
-    required = _check_required(options.require, precisions)
     _check_files(options.config)
     _check_assignments(options.set)
-    baselines = _check_baselines(options.baseline)
+    _read_baselines(options.baseline)
+    baselines = tuple(str(Path(file).resolve()) for file in options.baseline)
+    required = _check_required(options.require, precisions, has_baseline=bool(baselines))
     if options.seeds < 1 or (options.seeds > 1 and (baselines or REFERENCE not in precisions)):
         raise UsageError(
             f"--seeds {options.seeds} is how many seeds of {REFERENCE} are run to make a baseline: 1 or more; if more than 1,"
@@ -304,8 +309,13 @@ def _compare(args: list[str]) -> int:
 
     configuration = _ConfigurationOnly(options.config, overrides)
     seed = configuration.seed if options.seed is None else options.seed
-    folder = new_run_folder(Path(options.output_dir), "compare").resolve()
-    write_text(folder / "config.yaml", configuration.dump())
+    try:
+        folder = new_run_folder(Path(options.output_dir), "compare").resolve()
+        write_text(folder / "config.yaml", configuration.dump())
+    except OSError as error:
+        raise UsageError(
+            f"--output-dir: no folder can be made in {options.output_dir} ({error.strerror or error}). Name another one."
+        ) from error
 
     console = Console(stderr=True)
     console.print(f"Comparing {', '.join(precisions)} in {folder}", soft_wrap=True, markup=False, highlight=False)
@@ -333,15 +343,25 @@ def _compare(args: list[str]) -> int:
     with _terminate_as_interrupt():
         comparison = run_comparison(comparison, plan, console)
     _print_report(comparison, folder)
-    _write_page([folder], folder / REPORT_FILE, command=shlex.join(comparison.command), wandb=(options.wandb, folder))
+    try:
+        _write_page([folder], folder / REPORT_FILE, command=shlex.join(comparison.command), wandb=(options.wandb, folder))
+    except (ValueError, OSError) as error:  # the results are there, and so is what they are worth
+        print(f"The report could not be made: {error}", file=sys.stderr)
     if comparison.status == INTERRUPTED:
         return 128 + signal.SIGINT
     for missed in comparison.missed:
-        name, why = (
-            (missed, "was not run") if isinstance(missed, str) else (missed.precision, missed.verdict_status or missed.status)
-        )
-        print(f"required: {name} does not match the baseline ({why}).", file=sys.stderr)
+        print(f"required: {_why_missed(missed)}", file=sys.stderr)
     return 0 if any(result.status == OK for result in comparison.results) and not comparison.missed else 1
+
+
+def _why_missed(missed: Result | str) -> str:
+    if isinstance(missed, str):
+        return f"{missed} was not run."
+    if missed.status == OK and missed.verdict_status is None:
+        return f"{missed.precision} was not judged, as there is no baseline."
+    ended = [missed.status] if missed.status != OK else []
+    judged = [missed.verdict_status] if missed.verdict_status else []
+    return f"{missed.precision} does not match the baseline ({', '.join([*ended, *judged])})."
 
 
 def _compare_parser() -> argparse.ArgumentParser:
@@ -365,7 +385,11 @@ def _compare_parser() -> argparse.ArgumentParser:
     add("--baseline", action="append", default=[], metavar="FILE", help="judge by this baseline; repeat for several seeds")
     add("--seeds", type=int, default=1, metavar="N", help="run 32-true with N seeds, a baseline with a band (default: 1)")
     add("--force", action="store_true", help="judge even if settings differ from the baseline's")
-    add("--require", metavar="NAMES", help="exit with status 1 unless these precisions match the baseline; or `all`")
+    add(
+        "--require",
+        metavar="NAMES",
+        help="exit with status 1 unless these precisions match the baseline: comma-separated, or `all` that are judged",
+    )
     add("--seed", type=int, help="default: the configuration's seed_everything, or 0 if that is not a number")
     return parser
 
@@ -381,35 +405,48 @@ Any other option goes to the configuration, as in `lightning-mp fit`:
 32-true runs first and records a baseline, baseline.json in its folder; the others are judged by it, and the folder
 gets a page, report.html. With --baseline FILE another baseline takes its place, and 32-true is judged, too.
 
-The configuration's own precision, loggers and checkpoint callbacks are replaced. If its precision_plugin is a class
-with settings, `*-master` and `16-mixed` keep those settings; a loss scale is for fp16 alone. `--monitors.*` has no
-effect: a comparison measures by itself.
+The configuration's own precision, loggers, checkpoint callbacks and monitors are replaced. If its precision_plugin is a
+class with settings, `*-master` and `16-mixed` keep those settings; a loss scale is for fp16 alone. `--monitors.*` has
+no effect: a comparison measures by itself.
+
+As a check that fails when a precision diverges:
+  lightning-mp compare -c config.yaml --precisions bf16-master --baseline fp32.json --require all
 
 Exit status: 0; 1 if every precision failed, or one of --require does not match; 2 for bad input; 130 if interrupted."""
 
 
-def _check_required(text: str | None, precisions: Sequence[str]) -> tuple[str, ...]:
+def _check_required(text: str | None, precisions: Sequence[str], *, has_baseline: bool) -> tuple[str, ...]:
     if text is None:
         return ()
-    names = [name for name in precisions if name != REFERENCE] if text == "all" else [name.strip() for name in text.split(",")]
+    judged = [name for name in precisions if has_baseline or name != REFERENCE]
+    if not has_baseline and REFERENCE not in precisions:
+        raise UsageError(
+            f"--require {text}: there is nothing to match. Add {REFERENCE} to --precisions, or pass --baseline FILE."
+        )
+    names = judged if text == "all" else list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    if not has_baseline and REFERENCE in names:
+        raise UsageError(
+            f"--require {text}: {REFERENCE} is the baseline here, so it is not judged. Leave it out, or pass --baseline FILE."
+        )
     absent = [name for name in names if name not in precisions]
     if absent or not names:
         raise UsageError(
-            f"--require {text} names {', '.join(map(repr, absent)) or 'nothing'}, which is not among the precisions that are"
-            f" run: {', '.join(precisions)}."
+            f"--require {text!r} names {', '.join(map(repr, absent)) or 'no precision'}; it can name those that are judged:"
+            f" {', '.join(judged) or f'none, as only {REFERENCE} is run'}."
         )
     return tuple(names)
 
 
-def _check_baselines(files: Sequence[str]) -> tuple[str, ...]:
-    """Read baselines before anything is run, so that a bad one is refused at once."""
+def _read_baselines(files: Sequence[str]) -> Baseline | None:
+    """The baseline in several files, read before anything is run, so that a bad one is refused at once."""
     try:
         found = [read_baseline(file) for file in files]
-        if found:
-            DivergenceTest(join_baselines(found))
+        joined = join_baselines(found) if found else None
+        if joined is not None:
+            DivergenceTest(joined)  # refuses what cannot be compared with
     except BaselineError as error:
         raise UsageError(f"--baseline: {error}") from error
-    return tuple(str(Path(file).resolve()) for file in files)
+    return joined
 
 
 def _check_files(files: Sequence[str]) -> None:
@@ -464,12 +501,16 @@ def _report(args: list[str]) -> int:
     """Make a report of saved runs."""
     options = _report_parser().parse_args(args)
     output = Path(options.output)
+    if not options.output or output.is_dir():
+        raise UsageError(f"-o {options.output!r} is a folder. Name a file, such as {output / REPORT_FILE}.")
+    if files := [str(parent) for parent in output.parents if parent.is_file()]:
+        raise UsageError(f"-o {options.output!r} lies within the file {files[0]}. Name a file in a folder.")
+    baseline = _read_baselines(options.baseline)
     try:
-        baselines = [read_baseline(file) for file in options.baseline]
         _write_page(
             [Path(run) for run in options.runs],
             output,
-            baseline=join_baselines(baselines) if baselines else None,
+            baseline=baseline,
             reference=options.reference,
             force=options.force,
             command=shlex.join(["lightning-mp", "report", *args]),
@@ -477,7 +518,7 @@ def _report(args: list[str]) -> int:
     except ValueError as error:  # of a source, a baseline, or the name of the reference
         raise UsageError(str(error)) from error
     except OSError as error:
-        raise UsageError(f"the report could not be written to {output}: {error}") from error
+        raise UsageError(f"the report cannot be written to {output} ({error.strerror or error}). Name another file.") from error
     return 0
 
 
@@ -487,6 +528,7 @@ def _report_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description=_REPORT_DESCRIPTION,
+        epilog=_REPORT_EPILOG,
     )
     add = parser.add_argument
     add("runs", nargs="+", metavar="RUN", help="a folder of `lightning-mp compare`, a logger's folder or CSV file, an offline"
@@ -497,7 +539,7 @@ def _report_parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="FILE",
-        help="judge the runs by this baseline; repeat for several seeds",
+        help="judge every run by this baseline, also those that have a verdict; repeat for several seeds",
     )
     add(
         "--reference", metavar="NAME", help="the run that the others are compared with (default: the fp32 run, if there is one)"
@@ -507,9 +549,16 @@ def _report_parser() -> argparse.ArgumentParser:
 
 
 _REPORT_DESCRIPTION = """\
-Make one self-contained HTML page of saved runs: the verdicts, memory, speed, losses, loss scale and gradient range.
+Make one self-contained HTML page of saved runs: the verdicts, memory, speed, losses, loss scale and gradient range."""
 
-Exit status: 0, or 2 if a run cannot be read."""
+_REPORT_EPILOG = """\
+A run keeps the verdict that it got while it trained. Others are judged by --baseline, or by the reference.
+
+  lightning-mp report runs/compare-20250131-120000
+  lightning-mp report logs/fp32/version_0 logs/bf16/version_0/metrics.csv --reference fp32/version_0 -o page.html
+  lightning-mp report wandb/offline-run-20250131_120000-abcd1234 --baseline fp32.json
+
+Exit status: 0, or 2 if a run cannot be read or the page cannot be written."""
 
 
 @contextmanager
@@ -588,7 +637,7 @@ def _work(spec_file: str) -> int:
 class _WorkerCLI(MixedPrecisionCLI):
     """`fit` with one candidate's precision, and without what would make candidates share files or memory.
 
-    Replaced: precision, loggers (by a CSV file in the candidate's folder), checkpoints, progress bar.
+    Replaced: precision, loggers (by a CSV file in the candidate's folder), checkpoints, our monitors, progress bar.
     """
 
     def __init__(self, spec: WorkerSpec, report: WorkerReport) -> None:
@@ -636,9 +685,13 @@ class _WorkerCLI(MixedPrecisionCLI):
         """Build the Trainer around the recorder."""
         configured = self.config_init.fit.trainer.callbacks or []
         callbacks: list[Callback] = configured if isinstance(configured, list) else [configured]
-        kept = [callback for callback in callbacks if not isinstance(callback, Checkpoint)]
-        if len(kept) < len(callbacks):
+        callbacks, checkpoints = _parted(callbacks, Checkpoint)
+        if checkpoints:
             self.notes.append("the configuration's checkpoint callbacks were left out.")
+        kept, measuring = _parted(callbacks, Monitor)
+        if measuring:
+            names = ", ".join(type(callback).__name__ for callback in measuring)
+            self.notes.append(f"the configuration's {names} gave way to the comparison's own.")
         trainer = super().instantiate_trainer(
             **kwargs,
             logger=CSVLogger(self._spec.folder, name="metrics", version=""),
@@ -650,3 +703,8 @@ class _WorkerCLI(MixedPrecisionCLI):
         if self._spec.precision in FP16 and trainer.strategy.root_device.type == "cpu":
             self.notes.append(SLOW_FP16)
         return trainer
+
+
+def _parted(callbacks: Sequence[Callback], kind: type[Callback]) -> tuple[list[Callback], list[Callback]]:
+    """The callbacks that are not of a kind, and those that are."""
+    return [one for one in callbacks if not isinstance(one, kind)], [one for one in callbacks if isinstance(one, kind)]

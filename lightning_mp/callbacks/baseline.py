@@ -34,13 +34,14 @@ class BaselineRecorder(Monitor):
     with its curve, and steps that the checkpoint does not know are forgotten. Where no logger, no monitor or a stock precision
     is used, it works as well. With ``fast_dev_run`` nothing is written.
 
-    Between log steps nothing is read from the device, but a sample of the data ever more rarely; see
-    :mod:`lightning_mp.callbacks.step_loss` and :mod:`lightning_mp.callbacks.fingerprint`.
+    Between log steps, validations and checkpoints nothing is read from the device, but a sample of the data ever more rarely;
+    see :mod:`lightning_mp.callbacks.step_loss` and :mod:`lightning_mp.callbacks.fingerprint`.
 
     Args:
-        path: the file, with the suffix ``.json``. Its folder is made if it is missing.
+        path: the file, with the suffix ``.json``. Its folder is made if it is missing. A link is followed.
         overwrite: whether a finished baseline may be replaced. One that did not come to its end may be, which the log says.
-        validation_metrics: names of the validation metrics to keep, as they were logged; None for all that are numbers.
+        validation_metrics: names of the validation metrics to keep, as they are in ``trainer.callback_metrics``: with several
+            validation loaders their names end in ``/dataloader_idx_0`` and so on. None for all.
         data: a name for the training data, if baselines and runs are to be compared only where it is the same.
         save_every_s: seconds between two writings at log steps, at least.
 
@@ -77,12 +78,14 @@ class BaselineRecorder(Monitor):
             raise ValueError(f"validation_metrics={validation_metrics!r} must be a list of names, or None for all.")
         if not save_every_s >= 0:
             raise ValueError(f"save_every_s={save_every_s!r} must be a number of seconds, 0 or more.")
+        check_name_of_data(data)
         self.overwrite = overwrite
         self.validation_metrics = None if validation_metrics is None else tuple(validation_metrics)
         self.data = data
         self.save_every_s = save_every_s
         self._run = RecordedRun()
         self._is_active = False
+        self._is_over = False  # training came to its end, whatever happens then
         self._last_write: float | None = None
         self._failure: Exception | None = None  # of the last attempt at writing
 
@@ -95,11 +98,14 @@ class BaselineRecorder(Monitor):
             rank_zero_warn(f"BaselineRecorder writes nothing to {self.path}, as fast_dev_run is on.")
         if not self._is_active:
             return
+        # as it is now: the working folder may change, and a link is to be followed, not replaced
+        self._file = Path(os.path.realpath(self.path))
+        self._is_over = False
+        self._last_write = self._failure = None
         on_all_ranks(trainer, self._check_path)
         if not self._run.steps.is_continued_by(trainer):
             self._run = RecordedRun()
             self._run.fingerprint.watch(trainer)
-        self._last_write = self._failure = None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Refuse to replace a finished baseline, now that a checkpoint has been loaded if there is one."""
@@ -111,6 +117,8 @@ class BaselineRecorder(Monitor):
         super().on_train_start(trainer, pl_module)
         if not self._is_active:
             return
+        if self._run.steps.misses_steps_of(trainer):
+            self._run = RecordedRun()
         self._run.start(trainer, pl_module, self.data, lambda: self._read_and_write(trainer))
         precision = self._run.as_run(trainer, "recording").precision
         if precision not in FULL_PRECISIONS:
@@ -126,9 +134,9 @@ class BaselineRecorder(Monitor):
             )
 
     def _check_path(self) -> None:
-        folder = next(parent for parent in self.path.absolute().parents if parent.exists())
+        folder = next(parent for parent in self._file.parents if parent.exists())
         problem = None
-        if self.path.is_dir():
+        if self._file.is_dir():
             problem = "is a folder"
         elif not folder.is_dir():
             problem = f"is no possible path, as {folder} is not a folder"
@@ -141,10 +149,10 @@ class BaselineRecorder(Monitor):
             )
 
     def _check_content(self) -> None:
-        if self.overwrite or not self.path.exists():
+        if self.overwrite or not self._file.exists():
             return
         try:
-            found = read_baseline(self.path)
+            found = read_baseline(self._file)
         except BaselineError as error:
             raise MisconfigurationException(
                 f"BaselineRecorder(path={str(self.path)!r}): the path holds a file that is no baseline ({error}). Pass another"
@@ -161,8 +169,11 @@ class BaselineRecorder(Monitor):
     def _goes_on_from(self, found: Baseline) -> bool:
         """Whether the run that is resumed is the one that the file is of."""
         known, (run, *others) = self._run.fingerprint, found.runs
-        is_resumed = self._run.curve.last_step > 0 and not others and known.weights is not None
-        return is_resumed and known.weights == run.weights and known.data_order.items() <= run.data_order.items()
+        if others or not self._run.curve.last_step:
+            return False
+        if self._run.curve == run.curve:
+            return True  # to the last step, so it needs no fingerprint
+        return known.weights is not None and known.weights == run.weights and known.data_order.items() <= run.data_order.items()
 
     # --- training ----------------------------------------------------------------------------------------------------------
 
@@ -193,7 +204,7 @@ class BaselineRecorder(Monitor):
             self._write(trainer, "recording")
 
     def _validation_values(self, trainer: Trainer) -> dict[str, float | None]:
-        logged = trainer._logger_connector.metrics["callback"]  # of the validation alone
+        logged = _validation_metrics(trainer)
         wanted = logged if self.validation_metrics is None else self.validation_metrics
         values = {name: float(logged[name]) for name in wanted if name in logged}
         return {name: value if math.isfinite(value) else None for name, value in values.items()}
@@ -203,6 +214,7 @@ class BaselineRecorder(Monitor):
         if not self._is_active:
             return
         self._run.read(trainer)
+        self._is_over = True
         curve = self._run.curve
         if not curve.last_step:
             rank_zero_warn(f"BaselineRecorder has written nothing to {self.path}, as there was no optimizer step.")
@@ -211,6 +223,11 @@ class BaselineRecorder(Monitor):
             rank_zero_warn(
                 f"The baseline in {self.path} has no loss, as training_step returned none that is finite. Nothing can be"
                 " compared with it. In manual optimization, return the loss from training_step."
+            )
+        if not self._run.fingerprint.data_order and not self._run.steps.joined_late:
+            rank_zero_warn(
+                f"The baseline in {self.path} does not know the order of its data, as batches hold neither tensors nor numbers"
+                " nor texts; no run can be paired with it. Let the loader give such batches, or record three seeds."
             )
         unknown = [name for name in self.validation_metrics or () if name not in self._run.validation]
         if unknown:
@@ -231,7 +248,7 @@ class BaselineRecorder(Monitor):
         if self._is_active:
             if is_alone(trainer):
                 self._run.read(trainer)
-            if self._run.curve.last_step and self._last_write is not None:
+            if self._run.curve.last_step and self._last_write is not None and not self._is_over:
                 self._write(trainer, "stopped")
             self._leave(trainer)
 
@@ -258,7 +275,7 @@ class BaselineRecorder(Monitor):
             return
         run = replace(self._run.as_run(trainer, status), numbers=published_numbers(trainer))
         try:
-            write_baseline(self.path, Baseline((run,), str(self.path)))
+            write_baseline(self._file, Baseline((run,), str(self.path)))
         except (OSError, BaselineError) as error:
             if self._failure is None:
                 rank_zero_warn(
@@ -283,6 +300,16 @@ class BaselineRecorder(Monitor):
             self._run.load_state_dict(state_dict)
 
 
+def check_name_of_data(data: object) -> None:
+    """Refuse what could be saved neither in a baseline nor in a checkpoint.
+
+    Raises:
+        ValueError: it is neither text nor None.
+    """
+    if data is not None and not isinstance(data, str):
+        raise ValueError(f"data={data!r} must be a name of the training data, as text, or None.")
+
+
 def on_all_ranks(trainer: Trainer, check: Callable[[], Any]) -> Any:
     """The result of a check that rank 0 makes, or its error, on all ranks. One broadcast if there are several.
 
@@ -304,6 +331,18 @@ def on_all_ranks(trainer: Trainer, check: Callable[[], Any]) -> Any:
 def is_alone(trainer: Trainer) -> bool:
     """Whether nobody else has to be asked for what is unread: neither another rank nor a device that may have failed."""
     return trainer.world_size == 1 and trainer.strategy.root_device.type == "cpu"
+
+
+def _validation_metrics(trainer: Trainer) -> dict[str, Any]:
+    """What the validation that has just ended logged, of all its loaders; `trainer.callback_metrics` has more than that."""
+    results = trainer._results
+    assert results is not None
+    before, found = results.dataloader_idx, {}
+    for index in dict.fromkeys(metric.meta.dataloader_idx for metric in results.values()):
+        results.dataloader_idx = index
+        found.update(results.metrics(on_step=False)["callback"])
+    results.dataloader_idx = before
+    return found
 
 
 def _has_finished(trainer: Trainer) -> bool:

@@ -14,7 +14,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
 
-from lightning_mp.callbacks.baseline import is_alone, on_all_ranks
+from lightning_mp.callbacks.baseline import check_name_of_data, is_alone, on_all_ranks
 from lightning_mp.callbacks.publish import AXIS, Monitor, alert, publish, update_summary
 from lightning_mp.callbacks.recorded_run import RecordedRun
 from lightning_mp.callbacks.speed import SpeedMonitor
@@ -66,7 +66,8 @@ class DivergenceMonitor(Monitor):
 
     A block is a hundredth of the baseline's length (``Rule.blocks``). Values are published at the log step
     (``log_every_n_steps``) that follows the end of a block, and stay the same in ``trainer.callback_metrics`` until the next.
-    How often is logged changes neither blocks nor verdict.
+    Before the first there are none, which ``EarlyStopping`` takes with ``strict=False``. How often is logged changes neither
+    blocks nor verdict. A trainer has one such monitor at the most; several baselines are its seeds.
 
     When the state changes, from healthy to diverged or back, it is said once. The verdict is in :attr:`verdict` after the fit,
     in the log, in the run summary (``divergence/verdict``, its status; ``verdict_gap``, ``verdict_low`` and ``verdict_high``,
@@ -79,8 +80,9 @@ class DivergenceMonitor(Monitor):
     Where batch size, learning rates, optimizer, model or data differ from the baseline's, the runs are NOT COMPARABLE: that is
     said once, values are still published, and no alarm is acted upon, except for a loss that is not finite.
 
-    Between log steps nothing is read from the device and no rank asks another. A log step reads what is unread: one
-    device-to-host sync; with several ranks an all-reduce and a second sync. All ranks know the same and act together.
+    Between log steps nothing is read from the device, but a sample of the data ever more rarely, and no rank asks another. A
+    log step, or a checkpoint, reads what is unread: one device-to-host sync; with several ranks an all-reduce and a second
+    sync. All ranks know the same and act together.
     ``trainer.validate``, ``test`` and ``predict`` are not watched; ``fast_dev_run`` only checks that the baseline can be read.
 
     Args:
@@ -94,7 +96,8 @@ class DivergenceMonitor(Monitor):
         rule: blocks, margins and error rate of the test.
         force: compare and act on alarms although settings differ.
         loss_key: column of the loss in a CSV, or key in a run's history.
-        path: where the verdict is written; by default ``verdict.json`` in the logger's folder, or in ``default_root_dir``.
+        path: where the verdict is written; by default ``verdict.json`` in the logger's folder, or in ``default_root_dir``; if
+            that is not on this machine, in the working folder.
         data: the name of the training data that the baseline was recorded with, if it has one.
 
     Raises:
@@ -132,11 +135,11 @@ class DivergenceMonitor(Monitor):
     ) -> None:
         if on_divergence not in ACTIONS:
             raise ValueError(f"on_divergence={on_divergence!r} is none of {', '.join(map(repr, ACTIONS))}.")
-        if isinstance(baseline, str | os.PathLike | Baseline):
-            baseline = [baseline]
-        self._sources: tuple[BaselineLike, ...] = tuple(baseline)
-        if not self._sources or "" in self._sources:
+        sources = [baseline] if isinstance(baseline, str | os.PathLike | Baseline) else baseline or ()
+        self._sources: tuple[BaselineLike, ...] = tuple(sources)
+        if not self._sources or not all(isinstance(one, str | os.PathLike | Baseline) and one != "" for one in self._sources):
             raise ValueError(f"baseline={baseline!r} names no baseline. Pass the path of a file, or several.")
+        check_name_of_data(data)
         self.on_divergence = on_divergence
         self.rule = rule or Rule()
         self.force = force
@@ -146,6 +149,7 @@ class DivergenceMonitor(Monitor):
         self.baseline: Baseline | None = None
         self.verdict: Verdict | None = None
         self._test: DivergenceTest | None = None
+        self._file: Path | None = None  # of the verdict, once training has begun
         self._key = ""
         self._run = RecordedRun()
         self._is_active = False
@@ -177,15 +181,15 @@ class DivergenceMonitor(Monitor):
         self._is_active = False
         if stage != "fit":
             return
+        self._file = None
         baseline, test = on_all_ranks(trainer, self._read_baseline)
         self._is_active = not trainer.fast_dev_run  # type: ignore[attr-defined]
         if not self._is_active:
             return
         key = hashlib.sha256(json.dumps([baseline.as_json(), asdict(self.rule)], sort_keys=True).encode()).hexdigest()
-        goes_on = self._run.steps.is_continued_by(trainer) and key == self._key
-        self.verdict = None
-        if goes_on:
+        if self._run.steps.is_continued_by(trainer) and key == self._key:
             return
+        self.verdict = None
         self.baseline, self._test, self._key = baseline, test, key
         self._run = RecordedRun()
         self._run.fingerprint.watch(trainer)
@@ -204,9 +208,17 @@ class DivergenceMonitor(Monitor):
         super().on_train_start(trainer, pl_module)
         if not self._is_active:
             return
+        self.verdict = None
+        if self._run.steps.misses_steps_of(trainer):
+            self._run = RecordedRun()
+            self._test = DivergenceTest(self._known_baseline, rule=self.rule)
+            self._reset()
         self._run.start(trainer, pl_module, self.data, lambda: self._read_steps(trainer))
         folder = trainer.log_dir or trainer.default_root_dir  # here, as it asks the other ranks
-        self._file = self.path or Path(folder) / VERDICT_FILE
+        if self.path is None and "://" in folder:
+            rank_zero_info(f"The verdict is written to the working folder, as {folder} is not on this machine.")
+            folder = ""
+        self._file = (self.path or Path(folder) / VERDICT_FILE).absolute()  # the working folder may change
         if self._run.steps.joined_late:
             rank_zero_warn(
                 f"DivergenceMonitor begins at step {self._run.steps.step + 1} of a run whose checkpoint has no record of the"
@@ -253,7 +265,8 @@ class DivergenceMonitor(Monitor):
         if self._is_active:
             if is_alone(trainer):
                 self._read_steps(trainer)
-            if self.verdict is None and self._run.curve.last_step:
+            has_begun = self._file is not None
+            if has_begun and self.verdict is None and self._run.curve.last_step:
                 self._conclude(trainer)
             self._leave(trainer)
         super().on_exception(trainer, pl_module, exception)
@@ -290,9 +303,13 @@ class DivergenceMonitor(Monitor):
         return next((index for index, run in enumerate(self._runs) if is_paired(run, candidate)), None)
 
     @property
-    def _runs(self) -> tuple[BaselineRun, ...]:
+    def _known_baseline(self) -> Baseline:
         assert self.baseline is not None
-        return self.baseline.runs
+        return self.baseline
+
+    @property
+    def _runs(self) -> tuple[BaselineRun, ...]:
+        return self._known_baseline.runs
 
     def _lose_axis(self, step: StepLoss) -> None:
         if not self._is_blind:
@@ -317,8 +334,7 @@ class DivergenceMonitor(Monitor):
 
     @property
     def _source(self) -> str:
-        assert self.baseline is not None
-        return self.baseline.source
+        return self._known_baseline.source
 
     # --- what is made of it ------------------------------------------------------------------------------------------------
 
@@ -386,13 +402,14 @@ class DivergenceMonitor(Monitor):
         self.verdict = verdict = self.test.verdict(differences=self._differences, force=self.force, skipped_steps=skipped)
         say = rank_zero_warn if verdict.status == "DIVERGED" else rank_zero_info
         say(f"{verdict.status} against the baseline {self._source}. {verdict.explanation}")
+        if trainer.is_global_zero:
+            self._write(verdict)  # before what needs a service that may have failed
         update_summary(trainer, _summary(verdict))
         if self.test.blocks:
             log_blocks(trainer, self.test.blocks, self.test.axis)
-        if trainer.is_global_zero:
-            self._write(verdict)
 
     def _write(self, verdict: Verdict) -> None:
+        assert self._file is not None
         content = {
             **verdict.as_dict(),
             "baseline": self._source,
@@ -448,7 +465,7 @@ def _read(source: BaselineLike, loss_key: str | None) -> Baseline:
         return source
     if isinstance(source, str) and source.startswith(WANDB):
         return read_reference(source, loss_key)
-    suffix = Path(source).suffix
+    suffix = Path(source).suffix.lower()
     if suffix == ".wandb":
         return read_offline(source, loss_key)
     return read_csv(source, loss_key) if suffix == ".csv" else read_baseline(source)

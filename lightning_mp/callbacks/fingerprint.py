@@ -7,7 +7,8 @@ over names, dtypes, shapes and bytes settles both. The bits are hashed, not the 
 begins and ends is not in it, so runs of different batch sizes, or with different numbers of micro-batches in a step, have the
 same probes as long as the samples come in the same order. A change of order is noticed at the next probe, by the time that
 twice as many samples were consumed; and all of it costs one sample copied to the host at each doubling. Two things make probes
-differ that are no change of order: padding that depends on the rest of the batch, and another number of ranks.
+differ that are no change of order: padding that depends on the rest of the batch, and another number of ranks. Of a sample,
+tensors, numbers and texts are hashed; of another object only its type, and where there is nothing else, nothing is known.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class RunFingerprint:
         weights: of the weights as they were before the precision plugin converted them; None if they were never seen (a
             strategy that does not convert, or weights without values).
         data_order: the hash of the sample that this process consumed at each of the positions 1, 2, 4, 8, ..., keyed by the
-            position as a string. Floating tensors are rounded to bf16.
+            position as a string. Floating tensors are rounded to bf16. A sample without tensors, numbers and texts has none.
         samples: how many samples this process consumed.
     """
 
@@ -119,7 +120,9 @@ class RunFingerprint:
         size = 1 if samples is None else samples
         while self._next_probe <= self.samples + size:
             row = None if samples is None else self._next_probe - self.samples - 1
-            self.data_order[str(self._next_probe)] = _sample_hash(batch, row, size)
+            probe = _sample_hash(batch, row, size)
+            if probe is not None:
+                self.data_order[str(self._next_probe)] = probe
             self._next_probe *= 2
         self.samples += size
 
@@ -129,11 +132,12 @@ class RunFingerprint:
         return self._next_probe > LAST_EARLY_PROBE
 
     def early_data_order(self) -> str | None:
-        """One hash of the probes up to :data:`LAST_EARLY_PROBE`, 64 hexadecimal digits; None with fewer samples."""
-        if not self.has_early_probes:
+        """One hash of the probes up to :data:`LAST_EARLY_PROBE`, 64 hexadecimal digits; None with fewer samples or no probe."""
+        probes = {position: probe for position, probe in self.data_order.items() if int(position) <= LAST_EARLY_PROBE}
+        if not self.has_early_probes or not probes:
             return None
         early = Fingerprint()
-        early.update({position: probe for position, probe in self.data_order.items() if int(position) <= LAST_EARLY_PROBE})
+        early.update(probes)
         return early.hexdigest()
 
     def state_dict(self) -> dict[str, Any]:
@@ -218,10 +222,13 @@ def weights_fingerprint(module: nn.Module) -> str | None:
     return fingerprint.hexdigest()
 
 
-def _sample_hash(batch: Any, row: int | None, size: int) -> str:
-    """The hash of one sample, or of the whole batch if `row` is None."""
+def _sample_hash(batch: Any, row: int | None, size: int) -> str | None:
+    """The hash of one sample, or of the whole batch if `row` is None; None if no value in it can be hashed."""
+    sample = batch if row is None else _sample(batch, row, size)
+    if not any(isinstance(leaf, Tensor | str | bytes | int | float) for _, leaf in leaves(sample)):
+        return None  # types alone would make any two orders of data equal
     fingerprint = Fingerprint(round_to=torch.bfloat16)
-    fingerprint.update(batch if row is None else _sample(batch, row, size))
+    fingerprint.update(sample)
     return fingerprint.hexdigest()
 
 

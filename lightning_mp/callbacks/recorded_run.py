@@ -4,7 +4,8 @@ A baseline and the run that is judged by it are recorded by the same code, so th
 
 **Learning rates** are taken at the applied steps 1, 2, 4, 8, ... Loss scaling skips a step or two, and a schedule that advances
 with applied steps then lags by as many; by applied steps it is the same schedule. A schedule that advances by epochs does not
-lag, so rates by plain steps are kept too, and the one that fits the other run counts.
+lag, so rates by plain steps are kept too, and the one that fits the other run counts. A rate that is a tensor is read from its
+device at those steps.
 
 **The global batch** is told by the first :data:`SIZED_STEPS` steps: it is as many samples as most of them have, so that a short
 last batch of each epoch changes nothing, and unknown where sizes vary. Of tokens in a step it is the median.
@@ -12,6 +13,7 @@ last batch of each epoch changes nothing, and unknown where sizes vary. Of token
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 from collections import Counter
@@ -103,8 +105,10 @@ class RecordedRun:
         if step & (step - 1) and applied & (applied - 1):
             return  # neither is a power of two
         for at, rates in ((applied, self.learning_rates), (step, self._rates_by_step)):
-            if at > 0 and at & (at - 1) == 0 and trainer.optimizers:
-                rates[str(at)] = float(trainer.optimizers[0].param_groups[0]["lr"])
+            if at > 0 and at & (at - 1) == 0:
+                rate = _learning_rate(trainer)
+                if rate is not None:
+                    rates[str(at)] = rate
 
     def read(self, trainer: Trainer, message: float = 0.0) -> tuple[list[StepLoss], float]:
         """Read the steps that are unread, and add them to the curve; see :meth:`StepLosses.read`."""
@@ -153,13 +157,13 @@ class RecordedRun:
             "global_batch_samples": _usual(self._sizes["samples"]),
             "tokens_per_step": statistics.median(tokens.elements()) if tokens else None,
         }
-        seed = os.environ.get("PL_GLOBAL_SEED")
+        seed = os.environ.get("PL_GLOBAL_SEED", "")
         return BaselineRun(
             curve=self.curve,
             status=status,
             precision=f"{precision} (matrix products in tf32)" if is_tf32 else precision,
             is_fp32=precision in FULL_PRECISIONS and not is_tf32,
-            seed=int(seed) if seed else None,
+            seed=int(seed) if seed.isdecimal() else None,
             weights=self.fingerprint.weights,
             data_order=dict(self.fingerprint.data_order) if trainer.is_global_zero else {},  # other ranks have other samples
             settings={
@@ -228,7 +232,10 @@ def _settings(trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
         settings["parameters"] = sum(parameter.numel() for parameter in parameters)
         settings["trainable_parameters"] = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
     if pl_module.automatic_optimization:
-        settings["gradient_clip_val"] = float(trainer.gradient_clip_val or 0.0)
+        clip = float(trainer.gradient_clip_val or 0.0)
+        settings["gradient_clip_val"] = clip if math.isfinite(clip) else 0.0  # which clips nothing either
+        if settings["gradient_clip_val"] and trainer.gradient_clip_algorithm == "value":
+            settings["gradient_clip_algorithm"] = "value"
     samples = _dataset_samples(trainer)
     if samples is not None:
         settings["dataset_samples"] = samples
@@ -238,19 +245,30 @@ def _settings(trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
     return settings
 
 
+def _learning_rate(trainer: Trainer) -> float | None:
+    """The first group's, or None where it has none: some optimizers find their own."""
+    groups = trainer.optimizers[0].param_groups if trainer.optimizers else []
+    rate = groups[0].get("lr") if groups else None
+    return float(rate) if isinstance(rate, int | float | Tensor) and math.isfinite(rate) else None
+
+
 def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The plain numbers of an optimizer's group, without its learning rate and what schedules keep of it."""
+    """The plain finite numbers of an optimizer's group, without its learning rate and what schedules keep of it."""
     found: dict[str, Any] = {}
     for name, value in group.items():
         if name == "lr" or name.endswith("_lr") or name in (*IMPLEMENTATION, "params"):
             continue
         if isinstance(value, Tensor) and value.ndim == 0:
             value = value.item()
-        if isinstance(value, int | float):
+        if _is_number(value):
             found[name] = _number(value)
-        elif isinstance(value, list | tuple) and all(isinstance(item, int | float) for item in value):
+        elif isinstance(value, list | tuple) and all(map(_is_number, value)):
             found[name] = [_number(item) for item in value]
     return found
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)  # JSON has no others
 
 
 def _number(value: float) -> float:
@@ -279,4 +297,4 @@ def published_numbers(trainer: Trainer) -> dict[str, float]:
         "bytes_per_parameter": ("memory/bytes_per_parameter",),
     }
     found = {name: next((published[key] for key in some if key in published), None) for name, some in keys.items()}
-    return {name: float(value) for name, value in found.items() if value is not None}
+    return {name: float(value) for name, value in found.items() if value is not None and math.isfinite(value)}

@@ -93,10 +93,14 @@ class StepLosses:
         """Whether a fit that is being set up goes on from the steps that this object has seen."""
         return 0 < trainer.global_step == self._global_step
 
+    def misses_steps_of(self, trainer: Trainer) -> bool:
+        """Whether the fit that begins goes on from steps that neither this object nor a checkpoint of it has seen."""
+        return not self._has_loaded and trainer.global_step != self._global_step
+
     def start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin or go on; to be called in ``on_train_start``."""
         self._forget_unread()
-        if not self._has_loaded and trainer.global_step != self._global_step:
+        if self.misses_steps_of(trainer):
             self.joined_late = True
             self._samples = self._tokens = None
             # with several optimizers, as if all of them had stepped in each step
@@ -126,7 +130,7 @@ class StepLosses:
         if isinstance(loss, Tensor):
             # what manual optimization returns is the user's own tensor, which may be written to again
             loss = loss.detach() if is_automatic else loss.detach().clone()
-            self._losses.append(loss if loss.ndim == 0 else loss.mean())
+            self._losses.append(loss if loss.ndim == 0 else loss.to(torch.float32).mean())  # integers have no mean
             self._window_losses += 1
         self._add_count(self._count)
         self._count = None

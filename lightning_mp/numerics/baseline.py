@@ -30,12 +30,24 @@ LARGEST_FILE_MIB = 64  # of JSON; 300 seeds' worth
 LOSS_COLUMNS = ("train/loss", "train_loss", "train_loss_step", "loss", "loss_step")
 SAMPLES_COLUMN = "throughput/samples"
 TOKENS_COLUMN = "throughput/tokens"
+LARGEST_TOTAL = 2**53  # of steps, samples and tokens in a CSV: float64 holds all whole numbers up to here
 PENDING_ROWS = 100_000  # rows of a CSV that wait for the next known total
 LEARNING_RATE_TOLERANCE = 1e-6  # relative; the schedule's own rounding is 1e-15
 TOKENS_TOLERANCE = 0.01  # relative; padding lets tokens per step vary a little
 
 Status = Literal["recording", "finished", "stopped"]
 STATUSES: tuple[str, ...] = get_args(Status)
+#: Settings that are numbers, and those that are texts or lists of them.
+NUMBERS = (
+    "global_batch_samples",
+    "tokens_per_step",
+    "parameters",
+    "trainable_parameters",
+    "dataset_samples",
+    "gradient_clip_val",
+    "max_steps",
+)
+TEXTS = ("optimizer", "data", "gradient_clip_algorithm")
 
 
 class BaselineError(ValueError):
@@ -55,10 +67,11 @@ class BaselineRun:
         weights: fingerprint of the initial weights, or None if it is not known.
         data_order: hash of the sample consumed at a position on rank 0; the keys are positions counted from 1, as strings.
         settings: what decides whether a run can be compared with this one. All keys are optional, and only what both runs
-            know is compared: ``global_batch_samples`` (samples per optimizer step over all ranks; the median),
-            ``tokens_per_step``, ``optimizer``, ``hyperparameters`` (a list of optimizers, each a list of groups, each a mapping
-            of numbers), ``learning_rates`` (of the first group at an optimizer step; the keys are steps, as strings),
-            ``parameters``, ``trainable_parameters``, ``dataset_samples``, ``data``, ``gradient_clip_val``, ``max_steps``.
+            know is compared: ``global_batch_samples`` (samples that most optimizer steps take, over all ranks),
+            ``tokens_per_step`` (the median), ``optimizer``, ``hyperparameters`` (a list of optimizers, each a list of groups,
+            each a mapping of numbers), ``learning_rates`` (of the first group at an optimizer step; the keys are steps, as
+            strings), ``parameters``, ``trainable_parameters``, ``dataset_samples``, ``data``, ``gradient_clip_val``,
+            ``gradient_clip_algorithm`` ("norm" where there is none), ``max_steps``.
         validation: for each metric its values, as mappings of ``step``, ``samples``, ``tokens`` and ``value``.
         numbers: ``peak_gib`` or ``peak_rss_gib`` (GiB), ``tokens_per_s``, ``step_time_ms``, ``bytes_per_parameter``.
         device: the device's name.
@@ -120,8 +133,7 @@ class BaselineRun:
             raise ValueError(f"weights is {weights!r}; it must be a fingerprint or null")
         if not isinstance(is_fp32, bool):
             raise ValueError(f"is_fp32 is {is_fp32!r}; it must be true or false")
-        settings = _mapping(run.get("settings", {}), "settings")
-        _check_settings(settings)
+        settings = _settings(run.get("settings", {}))
         numbers = _mapping(run.get("numbers", {}), "numbers")
         for name, number in numbers.items():
             _check_number(f"numbers[{name!r}]", number)
@@ -281,7 +293,7 @@ def read_csv(path: str | os.PathLike[str], loss_key: str | None = None) -> Basel
         BaselineError: the file is missing or broken, or has no such column.
     """
     try:
-        with open(path, encoding="utf-8", newline="") as file:
+        with open(path, encoding="utf-8-sig", newline="") as file:  # with or without a byte order mark
             run = BaselineRun(_curve_of(csv.DictReader(file), loss_key), precision="unknown", is_fp32=False)
     except OSError as error:
         raise _unreadable(path, error) from error
@@ -321,7 +333,7 @@ def differences(run: BaselineRun, candidate: BaselineRun) -> list[Difference]:
         *_trainable_differences(theirs, ours),
         *_plain(theirs, ours, "dataset_samples", "the number of samples in the dataset"),
         *_plain(theirs, ours, "data", "the dataset"),
-        *_plain(theirs, ours, "gradient_clip_val", "gradient_clip_val"),
+        *_clipping_differences(theirs, ours),
         *_plain(theirs, ours, "max_steps", "max_steps", decides=False),
     ]
     if run.weights is not None and candidate.weights is not None and run.weights != candidate.weights:
@@ -376,6 +388,13 @@ def _batch_differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> It
     if theirs.get(name) and ours.get(name) and not math.isclose(theirs[name], ours[name], rel_tol=TOKENS_TOLERANCE):
         text = f"an optimizer step takes {_shown(ours[name])} tokens, the baseline's {_shown(theirs[name])}"
         yield Difference(name, text, True)
+
+
+def _clipping_differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> Iterator[Difference]:
+    yield from _plain(theirs, ours, "gradient_clip_val", "gradient_clip_val")
+    if theirs.get("gradient_clip_val") and ours.get("gradient_clip_val"):
+        name = "gradient_clip_algorithm"
+        yield from _plain({name: "norm", **theirs}, {name: "norm", **ours}, name, name)
 
 
 def _learning_rate_differences(theirs: Mapping[str, float] | None, ours: Mapping[str, float] | None) -> Iterator[Difference]:
@@ -481,7 +500,7 @@ def _merged_rows(rows: csv.DictReader[str], loss_key: str) -> Iterator[_Row]:
         if not cells.get("step"):
             continue
         line = rows.line_num
-        step = int(_cell(cells["step"], "step", line)) + 1
+        step = _whole(cells["step"], "step", line) + 1
         if step < 1:
             raise ValueError(f"line {line} has step {step - 1}; steps count from 0")
         if present is not None and step < present.step:
@@ -496,11 +515,11 @@ def _merged_rows(rows: csv.DictReader[str], loss_key: str) -> Iterator[_Row]:
         if loss:
             if present.loss is not None:
                 raise ValueError(f"line {line} repeats the loss of step {step - 1}; the file holds more than one run")
-            present.loss = _cell(loss, loss_key, line, finite=False)
+            present.loss = _cell(loss, loss_key, line)
         if cells.get(SAMPLES_COLUMN):
-            present.samples = round(_cell(cells[SAMPLES_COLUMN], SAMPLES_COLUMN, line))
+            present.samples = _whole(cells[SAMPLES_COLUMN], SAMPLES_COLUMN, line)
         if cells.get(TOKENS_COLUMN):
-            present.tokens = round(_cell(cells[TOKENS_COLUMN], TOKENS_COLUMN, line))
+            present.tokens = _whole(cells[TOKENS_COLUMN], TOKENS_COLUMN, line)
     if present is not None:
         yield present
 
@@ -576,14 +595,20 @@ class _Totals:
         return before + round((after - before) * (step - a) / (b - a))
 
 
-def _cell(text: str, column: str, line: int, *, finite: bool = True) -> float:
+def _cell(text: str, column: str, line: int) -> float:
     try:
-        value = float(text)
+        return float(text)
     except ValueError:
         raise ValueError(f"line {line} has {text[:40]!r} in column {column!r}, which is not a number") from None
-    if finite and not math.isfinite(value):
-        raise ValueError(f"line {line} has {text!r} in column {column!r}, which must be finite")
-    return value
+
+
+def _whole(text: str, column: str, line: int) -> int:
+    value = _cell(text, column, line)
+    if not math.isfinite(value):
+        raise ValueError(f"line {line} has {text[:40]!r} in column {column!r}, which must be finite")
+    if abs(value) > LARGEST_TOTAL or value != round(value):
+        raise ValueError(f"line {line} has {text[:40]!r} in column {column!r}, which must be a whole number up to 2^53")
+    return round(value)
 
 
 def _unreadable(path: str | os.PathLike[str], error: OSError) -> BaselineError:
@@ -621,30 +646,40 @@ def _check_number(name: str, value: Any) -> None:
 
 def _check_positions(name: str, value: Mapping[str, Any]) -> None:
     for key in value:
-        if not (key.isascii() and key.isdigit() and key[0] != "0"):
-            raise ValueError(f"{name} has the key {key!r}; its keys are whole numbers from 1, as text")
+        if not (key.isascii() and key.isdigit() and key[0] != "0" and len(key) <= 20):
+            raise ValueError(f"{name} has the key {key[:40]!r}; its keys are whole numbers from 1, as text")
 
 
-def _check_settings(settings: Mapping[str, Any]) -> None:
-    for name in (
-        "global_batch_samples",
-        "tokens_per_step",
-        "parameters",
-        "trainable_parameters",
-        "dataset_samples",
-        "max_steps",
-    ):
-        if settings.get(name) is not None:
-            _check_number(f"settings[{name!r}]", settings[name])
-    rates = _mapping(settings.get("learning_rates", {}), "settings['learning_rates']")
+def _settings(value: Any) -> dict[str, Any]:
+    """The settings that this version knows, each of them checked."""
+    given = _mapping(value, "settings")
+    names = (*NUMBERS, *TEXTS, "learning_rates", "hyperparameters")
+    known = {name: given[name] for name in names if given.get(name) is not None}
+    for name in NUMBERS:
+        if name in known:
+            _check_number(f"settings[{name!r}]", known[name])
+    for name in TEXTS:
+        if name in known:
+            for text in known[name] if isinstance(known[name], list) else [known[name]]:
+                _string(text, f"settings[{name!r}]")
+    rates = _mapping(known.get("learning_rates", {}), "settings['learning_rates']")
     _check_positions("settings['learning_rates']", rates)
     for step, rate in rates.items():
         _check_number(f"settings['learning_rates'][{step!r}]", rate)
-    optimizers = settings.get("hyperparameters") or []
+    _check_hyperparameters(known.get("hyperparameters", []))
+    return known
+
+
+def _check_hyperparameters(optimizers: Any) -> None:
+    name = "settings['hyperparameters']"
     if not isinstance(optimizers, list) or not all(
         isinstance(groups, list) and all(isinstance(group, dict) for group in groups) for groups in optimizers
     ):
-        raise ValueError("settings['hyperparameters'] must be a list of optimizers, each a list of groups, each a mapping")
+        raise ValueError(f"{name} must be a list of optimizers, each a list of groups, each a mapping")
+    for key, value in itertools.chain.from_iterable(group.items() for groups in optimizers for group in groups):
+        for item in value if isinstance(value, list) else [value]:
+            if not isinstance(item, bool):
+                _check_number(f"{name}, {key}", item)
 
 
 def _validation(value: Any) -> dict[str, list[Mapping[str, float | int | None]]]:

@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from typing import Any
 
 LARGEST_LOSS = (2.0 - 2.0**-23) * 2.0**127  # fp32's largest; a loss beyond it counts as not finite
+LARGEST_TOTAL = 2**100  # of what a saved curve may count: beyond any use, and far from where float64 ends
 
 
 class LossCurve:
@@ -270,8 +271,8 @@ def _shrank(name: str, step: int, value: int, last: int | None) -> str:
 
 def _integer(value: Mapping[str, Any], key: str, lowest: int) -> int:
     number = value.get(key)
-    if isinstance(number, bool) or not isinstance(number, int) or number < lowest:
-        raise ValueError(f"the curve's {key} is {number!r}; it must be a whole number of at least {lowest}")
+    if isinstance(number, bool) or not isinstance(number, int) or not lowest <= number <= LARGEST_TOTAL:
+        raise ValueError(f"the curve's {key} is {number!r}; it must be a whole number from {lowest} to 2^100")
     return number
 
 
@@ -287,8 +288,8 @@ def _list(value: Mapping[str, Any], key: str, length: int | None) -> list[Any]:
 def _integers(value: Mapping[str, Any], key: str, length: int | None) -> list[int]:
     items = _list(value, key, length)
     for item in items:
-        if isinstance(item, bool) or not isinstance(item, int) or item < 0:
-            raise ValueError(f"the curve's {key} holds {item!r}; they are whole numbers of at least 0")
+        if isinstance(item, bool) or not isinstance(item, int) or not 0 <= item <= LARGEST_TOTAL:
+            raise ValueError(f"the curve's {key} holds {item!r}; they are whole numbers from 0 to 2^100")
     return list(items)
 
 

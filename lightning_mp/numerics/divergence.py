@@ -61,7 +61,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
 from lightning_mp.numerics.baseline import Baseline, BaselineError, BaselineRun, Difference
-from lightning_mp.numerics.curve import LARGEST_LOSS
+from lightning_mp.numerics.curve import LARGEST_LOSS, LossCurve
 from lightning_mp.numerics.estimate import (
     Estimate,
     autocorrelated_mean,
@@ -245,8 +245,9 @@ class DivergenceTest:
         baseline: one or several seeds.
         axis: what is aligned: "tokens", "samples" or "steps". By default the first of these that all runs of the baseline and
             the candidate's first step know.
-        paired_with: the number of the baseline's run, from 0, that shares the candidate's initial weights and data order, or
-        None. rule: the settings.
+        paired_with: the number of the baseline's run, from 0, that shares the candidate's initial weights and data order; None
+            if there is none.
+        rule: the settings.
 
     Raises:
         BaselineError: the baseline cannot be compared with: it holds no loss, or its own loss was not finite.
@@ -280,7 +281,7 @@ class DivergenceTest:
         self.blocks: list[Block] = []
         self.alarm: Alarm | None = None
         _refuse_unusable(baseline)
-        self._known_axes = [name for name in AXES if all(getattr(run.curve, name) is not None for run in baseline.runs)]
+        self._known_axes = [name for name in AXES if all(_length(run.curve, name) for run in baseline.runs)]
         if axis is not None and axis not in self._known_axes:
             raise ValueError(f"axis is {axis!r}; this baseline ({baseline.source}) knows {', '.join(self._known_axes)}")
         self._axis_is_open = axis is None
@@ -732,7 +733,7 @@ class _Grid:
 def _block_edges(ends: Sequence[Sequence[float]], blocks: int) -> list[float]:
     """The group ends of the coarsest run that lie nearest to equal parts of the shortest run's length."""
     length = min(run[-1] for run in ends)
-    coarsest = [end for end in min(ends, key=lambda run: len(run) / run[-1]) if end <= length] or [length]
+    coarsest = [end for end in min(ends, key=lambda run: len(run) / run[-1]) if 0 < end <= length] or [length]
     count = min(blocks, len(coarsest))
     edges: list[float] = []
     for number in range(1, count + 1):
@@ -742,6 +743,12 @@ def _block_edges(ends: Sequence[Sequence[float]], blocks: int) -> list[float]:
         if not edges or nearest > edges[-1]:
             edges.append(nearest)
     return edges
+
+
+def _length(curve: LossCurve, axis: Axis) -> int:
+    """How much a curve covers of an axis; 0 where it is not known. Batches may be empty."""
+    ends = getattr(curve, axis)
+    return ends[-1] if ends else 0
 
 
 def _refuse_unusable(baseline: Baseline) -> None:

@@ -43,6 +43,7 @@ from lightning_mp.report.results import (
     Comparison,
     Result,
     curve_json,
+    steps,
     summarise,
 )
 from lightning_mp.report.wandb import Mode, NoRunLog, RunLog, open_run_log
@@ -95,18 +96,19 @@ def run_comparison(comparison: Comparison, plan: Plan, console: Console) -> Comp
         console: for progress; a terminal gets a bar, anything else one line for each precision.
     """
     _save(comparison, plan)
-    for job in _jobs(comparison):
-        with _progress(console) as progress:
-            result = _Candidate(job, comparison, plan, progress).run()
-        comparison = _with(comparison, job, result, plan)
-        if not console.is_terminal:
-            console.print(_one_line(result), soft_wrap=True, markup=False, highlight=False)
-        if result.status == INTERRUPTED:
-            comparison = replace(comparison, status=INTERRUPTED)
-            break
-        _save(comparison, plan)
-    else:
+    try:
+        for job in _jobs(comparison):
+            with _progress(console) as progress:
+                result = _Candidate(job, comparison, plan, progress).run()
+            comparison = _with(comparison, job, result, plan)
+            if not console.is_terminal:
+                console.print(_one_line(result), soft_wrap=True, markup=False, highlight=False)
+            if result.status == INTERRUPTED:
+                raise KeyboardInterrupt
+            _save(comparison, plan)
         comparison = replace(comparison, status="complete")
+    except KeyboardInterrupt:  # here, or between two runs
+        comparison = replace(comparison, status=INTERRUPTED)
     _save(comparison, plan)
     return comparison
 
@@ -179,7 +181,7 @@ class _Candidate:
                 for event in events:
                     handlers[event["event"]](event)
         except KeyboardInterrupt:
-            self._update(status=INTERRUPTED, error="stopped before it finished")
+            self._update(status=INTERRUPTED, error="it was stopped by Ctrl-C or a signal.")
         self._update(summary=summarise(self._records), verdict=_read_verdict(self._folder / VERDICT_FILE))
         write_json(self._folder / "curve.json", curve_json(self._name, self._records))
         self._log.finish(self._result)
@@ -213,7 +215,8 @@ class _Candidate:
         status, error = OK, None
         if step is not None:
             status = NON_FINITE
-            error = f"the loss became {self._records[step - 1].loss} at step {step}; training stopped there."
+            loss = self._records[step - 1].loss
+            error = f"the loss became {loss} at step {step}; training was stopped at step {self._records[-1].step}."
         elif not self._records:
             status, error = FAILED, "training ended before the first optimizer step."
         self._update(
@@ -256,7 +259,7 @@ def _progress(console: Console) -> Progress:
 
 def _one_line(result: Result) -> str:
     judged = f", {result.verdict_status}" if result.verdict_status else ""
-    return f"{result.precision}: {result.error or result.status} ({result.summary.steps} steps{judged})"
+    return f"{result.precision}: {result.error or result.status} ({steps(result.summary.steps)}{judged})"
 
 
 def _save(comparison: Comparison, plan: Plan) -> None:

@@ -232,6 +232,11 @@ def _agree(fingerprint: Any, other: Any) -> bool:
     return bool(fingerprint == other)
 
 
+def steps(count: int) -> str:
+    """Such as ``1 step`` or ``1,500 steps``."""
+    return f"{count:,} step{'' if count == 1 else 's'}"
+
+
 def _sum_tokens(records: Sequence[StepRecord]) -> int | None:
     counts = [record.tokens for record in records if record.tokens is not None]
     return sum(counts) if counts else None

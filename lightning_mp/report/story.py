@@ -157,6 +157,7 @@ class Story:
         reference: name of the run that ratios refer to, normally the fp32 one; None if there is none among the runs.
         runs: the runs, in the order in which they are shown.
         baseline_curves: losses of the baseline's seeds, over ``axis``.
+        judged_by: what the verdicts are against, if that is not the reference with its seeds; such as the file of a baseline.
 
     Raises:
         ValueError: the axis is not one of :data:`AXES`, or the reference is not a run.
@@ -175,6 +176,7 @@ class Story:
     reference: str | None
     runs: Sequence[RunStory]
     baseline_curves: Sequence[Series] = ()
+    judged_by: str | None = None
 
     def __post_init__(self) -> None:
         if self.axis not in AXES:

@@ -11,9 +11,10 @@ from collections.abc import Callable, Sequence
 
 from rich import box
 from rich.table import Table
+from rich.text import Text
 
 from lightning_mp.report.candidates import REFERENCE
-from lightning_mp.report.results import OK, Comparison, Result, pairing_notes
+from lightning_mp.report.results import OK, Comparison, Result, pairing_notes, steps
 
 WIDTH = 100
 WORDY_COLUMNS = 5  # with more, "NOT COMPARABLE" does not fit
@@ -27,7 +28,7 @@ Cell = Callable[[Result], str]
 
 def comparison_table(comparison: Comparison) -> Table:
     """The numbers of every precision that was run."""
-    title = f"{comparison.name} (seed {comparison.seed})"
+    title = Text(f"{comparison.name} (seed {comparison.seed})", no_wrap=True, overflow="ignore")  # even if the table is narrow
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), title=title, title_justify="left")
     table.add_column("")
     for result in comparison.results:
@@ -45,7 +46,11 @@ def reading_help(comparison: Comparison) -> list[str]:
     """Plain sentences: the verdicts, what failed and why, and what makes the numbers hard to compare."""
     sentences = [
         *_verdict_sentences(comparison),
-        *(f"{r.precision} {r.status}: {_shorten(r.error or 'no reason given')}" for r in comparison.results if r.status != OK),
+        *(
+            f"{r.precision} {r.status}: {_shorten(r.error or 'no reason given')}"
+            for r in (*comparison.results, *comparison.seed_results)
+            if r.status != OK
+        ),
         *_unsteady_sentences(comparison.results),
         *pairing_notes(comparison.results),
         *_candidate_notes(comparison.results),
@@ -113,18 +118,27 @@ def _verdict_sentences(comparison: Comparison) -> list[str]:
     judged = [result for result in comparison.results if result.verdict]
     sentences = [f"{r.precision} {r.verdict_status}: {r.verdict['explanation']}" for r in judged if r.verdict]
     if not judged and not comparison.baselines:
-        asked = REFERENCE in comparison.precisions
-        remedy = "it did not finish." if asked else f"add {REFERENCE} to --precisions, or pass --baseline FILE."
-        sentences.append(f"No baseline to judge by, as there is no finished {REFERENCE} run: {remedy}")
+        sentences.append(f"No baseline to judge by: {_why_no_baseline(comparison)}")
     if len(comparison.baselines) > 1:
         sentences.append(f"The baseline is {len(comparison.baselines)} runs of {REFERENCE} with different seeds.")
     summary = next((result.summary for result in comparison.results if result.summary.steps), None)
     if summary is not None:
+        left_out = summary.steps - summary.measured_steps
         sentences.append(
-            f"Tail loss is the mean over the last {_steps(summary.tail_steps)}; step times leave out the first "
-            f"{_steps(summary.steps - summary.measured_steps)}; process RSS counts the interpreter and all libraries."
+            f"Tail loss is the mean over the last {steps(summary.tail_steps)}; "
+            f"{f'step times leave out the first {steps(left_out)}; ' if left_out else ''}"
+            "process RSS counts the interpreter and all libraries."
         )
     return sentences
+
+
+def _why_no_baseline(comparison: Comparison) -> str:
+    if REFERENCE not in comparison.precisions:
+        return f"add {REFERENCE} to --precisions, or pass --baseline FILE."
+    reference = next((result for result in comparison.results if result.precision == REFERENCE), None)
+    if reference is None:
+        return f"{REFERENCE} was not run."
+    return f"{REFERENCE} recorded none." if reference.status == OK else f"{REFERENCE} ended as {reference.status}."
 
 
 def _unsteady_sentences(results: Sequence[Result]) -> list[str]:
@@ -155,10 +169,6 @@ def _candidate_notes(results: Sequence[Result]) -> list[str]:
 
 def _number(value: float | None, form: str) -> str:
     return UNKNOWN if value is None else form.format(value)
-
-
-def _steps(count: int) -> str:
-    return f"{count} step{'' if count == 1 else 's'}"
 
 
 def _shorten(text: str) -> str:

@@ -10,7 +10,7 @@ candidate that dies still has its curve, and one run is finished before the next
 | `throughput/step_time_ms` | ms     | whole optimizer step, without waiting for data |
 
 Summary: `memory/bytes_per_parameter`, `throughput/tokens_per_s`, `throughput/step_time_median_ms`, `train/tail_loss`;
-also `divergence/verdict`, `divergence/verdict_gap` and `divergence/explanation`, `memory/peak_rss_mib`,
+also `divergence/verdict` and what belongs to it, with the names of `callbacks.divergence`; `memory/peak_rss_mib`,
 `memory/peak_cuda_gib` on CUDA, `status`, and `error` if there was one. One more run of the group, `report`, has the pictures
 of the report. Offline it needs no network and no key.
 """
@@ -158,10 +158,10 @@ def log_pictures(mode: Mode, group: str, folder: Path, pictures: Mapping[str, by
     """
     if mode == "disabled" or not pictures:
         return None
-    import wandb
-    from PIL import Image
-
     try:
+        import wandb
+        from PIL import Image
+
         log = WandbRunLog(mode, "report", group, folder)
         images = {f"report/{name}": wandb.Image(Image.open(io.BytesIO(png))) for name, png in pictures.items()}
         log.log_images(images)
@@ -174,6 +174,7 @@ def summary(result: Result) -> dict[str, str | float]:
     """The summary of a run, without what is unknown."""
     numbers = result.summary
     verdict: Mapping[str, Any] = result.verdict or {}
+    low, high = verdict.get("interval") or (None, None)
     values: dict[str, Any] = {
         "status": result.status,
         "error": result.error,
@@ -185,7 +186,12 @@ def summary(result: Result) -> dict[str, str | float]:
         "train/tail_loss": numbers.tail_loss,
         "divergence/verdict": result.verdict_status,
         "divergence/verdict_gap": verdict.get("gap"),
-        "divergence/explanation": verdict.get("explanation"),
+        "divergence/verdict_low": low,
+        "divergence/verdict_high": high,
+        **{
+            f"divergence/{key}": verdict.get(key)
+            for key in ("smallest_visible_gap", "coverage", "paired", "seeds", "explanation")
+        },
         "loss_scale/skipped_steps": result.skipped_steps,
         "loss_scale/log2": result.loss_scale and math.log2(result.loss_scale),
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
@@ -13,9 +14,30 @@ from torch.utils.data import DataLoader, TensorDataset
 
 
 class ToyModel(LightningModule):
-    """Token ids to the same ids; breaks under the precision `raise_in`, and its process is killed under `kill_in`."""
+    """Token ids to the same ids, with a fault under one precision.
 
-    def __init__(self, width: int = 16, lr: float = 0.01, raise_in: str = "", kill_in: str = "") -> None:
+    Args:
+        width: of the embedding.
+        lr: learning rate.
+        raise_in: the precision under which it raises an error.
+        kill_in: its process is killed.
+        drift_in: its loss is 0.5 too high.
+        nan_in: its third loss is not a number.
+        overflow_in: its gradients are infinite.
+        interrupt_in: the process that started it gets a Ctrl-C at the third step.
+    """
+
+    def __init__(
+        self,
+        width: int = 16,
+        lr: float = 0.01,
+        raise_in: str = "",
+        kill_in: str = "",
+        drift_in: str = "",
+        nan_in: str = "",
+        overflow_in: str = "",
+        interrupt_in: str = "",
+    ) -> None:
         super().__init__()
         self.save_hyperparameters()
         self.embed = nn.Embedding(8, width)
@@ -33,7 +55,18 @@ class ToyModel(LightningModule):
         if precision == self.hparams.get("kill_in"):
             os.kill(os.getpid(), signal.SIGKILL)
         print("the user's own output")
-        return self.loss(batch)
+        loss = self.loss(batch)
+        if precision == self.hparams.get("drift_in"):
+            loss = loss + 0.5
+        if precision == self.hparams.get("overflow_in"):
+            loss.register_hook(lambda gradient: gradient * float("inf"))
+        if self.trainer.global_step == 2 and precision == self.hparams.get("nan_in"):
+            loss = loss * float("nan")
+        if self.trainer.global_step == 2 and precision == self.hparams.get("interrupt_in"):
+            for _ in range(15):  # Python drops an interrupt that comes while it collects garbage; a person presses again
+                os.kill(os.getppid(), signal.SIGINT)
+                time.sleep(4)
+        return loss
 
     def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
         self.log("val_loss", self.loss(batch))

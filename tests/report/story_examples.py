@@ -166,6 +166,19 @@ def story() -> Story:
     )
 
 
+def on_a_cpu() -> Story:
+    """Runs on a CPU, whose peak has a long name, judged by the file of a baseline; with every way to end."""
+    peak = {"peak_label": "peak resident memory of the process"}
+    runs = [judged(run("32-true", "32-true", **peak), "MATCHES", MATCHES)]
+    runs += [judged(run(name, name, **peak), "NOT COMPARABLE", "Settings differ.") for name in ("bf16-mixed", "bf16-master")]
+    runs += [
+        RunStory("bf16-true", "bf16-true", status="interrupted", error="it was stopped.", **peak),
+        RunStory("16-mixed", "16-mixed", status="failed", error="killed by SIGKILL.", **peak),
+        RunStory("16-master", "16-master", status="non-finite", error="the loss became nan at step 3.", **peak),
+    ]
+    return story_of(*runs, reference="32-true", judged_by="/home/user/baselines/a-project/" + "fp32-" * 20 + ".json")
+
+
 def two_runs() -> Story:
     """The least that has a verdict, the four numbers and a curve."""
     losses = {"32-true": curve(), "bf16-true": curve() + 0.2}

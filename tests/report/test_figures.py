@@ -349,6 +349,12 @@ def test_a_name_that_is_not_shown_whole_fits_its_place():
     assert len(style.label) == 64
 
 
+def test_runs_whose_lost_updates_were_not_measured_are_named():
+    one = picture(STORIES["story"], "updates-lost")
+    assert one.finding.endswith(" Not measured: bf16-true.")
+    assert "Not measured" not in picture(examples.story_of(examples.run("a", "bf16-master")), "updates-lost").finding
+
+
 def test_no_picture_touches_the_state_of_pyplot():
     code = (
         "import sys; from tests.report import story_examples as e; from lightning_mp.report.page import figures as f;"

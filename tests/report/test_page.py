@@ -318,3 +318,27 @@ def test_the_file_is_the_page_and_replaces_what_was_there(tmp_path):
 def test_a_name_that_utf8_cannot_hold_can_be_written(tmp_path):
     page.write(tmp_path / "report.html", examples.story_of(RunStory("broken-\udcff", "32-true", updates_lost_fraction=0.1)))
     assert "broken-" in (tmp_path / "report.html").read_text(encoding="utf-8")
+
+
+def test_runs_that_were_judged_by_something_else_are_not_said_to_match_the_reference():
+    story = examples.on_a_cpu()
+    text = page.render(story)
+    assert "32-true matches the baseline." in text
+    assert "bf16-mixed and bf16-master cannot be compared with the baseline." in text
+    assert "gap to the baseline" in text
+    assert str(story.judged_by) in text
+    assert "bf16-mixed and bf16-master cannot be compared with 32-true." in page.render(replace(story, judged_by=None))
+
+
+def test_the_only_run_can_be_judged_by_something_else():
+    (alone, *_) = examples.on_a_cpu().runs
+    text = page.render(examples.story_of(alone, reference="32-true", judged_by="fp32.json"))
+    assert "32-true matches the baseline." in text
+    assert "nothing to compare it with" not in text
+
+
+def test_a_card_says_in_a_sentence_how_a_run_ended_that_is_not_ok():
+    text = page.render(examples.on_a_cpu())
+    assert "The run did not finish: it was stopped." in text
+    assert "The run failed: killed by SIGKILL." in text
+    assert "The run had to end: the loss became nan at step 3." in text

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason=f"no Chromium: none of 
 
 WIDTHS = {"desktop": 1280, "phone": 390}
 THEMES = {"light": "rgb(255, 255, 255)", "dark": "rgb(20, 23, 26)"}
-STORIES = ("story", "twelve_runs", "hostile_numbers")
+STORIES = ("story", "on_a_cpu", "twelve_runs", "hostile_numbers")
 
 #: What is wrong with a page as it stands, one sentence each.
 FAULTS = """() => {

@@ -75,7 +75,7 @@ def test_a_worker_that_exits_without_a_word_reports_its_last_line(tmp_path: Path
 def test_a_loss_that_is_not_finite_is_not_ok_and_is_null_on_disk(tmp_path: Path) -> None:
     result = only(run(tmp_path, "16-mixed"))
     assert result.status == "non-finite"
-    assert "nan at step 1" in str(result.error)
+    assert result.error == "the loss became nan at step 1; training was stopped at step 10."
     assert json.loads((tmp_path / "16-mixed" / "curve.json").read_text())["steps"][0]["loss"] is None
 
 
@@ -90,6 +90,17 @@ def test_ctrl_c_ends_the_worker_and_keeps_what_is_finished(tmp_path: Path) -> No
     assert content["results"][0]["summary"]["steps"] == 10
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "auto" / "pid").read_text()), 0)
+
+
+def test_ctrl_c_between_two_runs_keeps_what_is_finished(tmp_path: Path) -> None:
+    class Interrupted(Console):
+        def print(self, *args: Any, **kwargs: Any) -> None:
+            raise KeyboardInterrupt
+
+    comparison = Comparison("group", (), (), (), 0, ("32-true", "bf16-true"))
+    done = run_comparison(comparison, Plan(tmp_path, FAKE, "disabled"), Interrupted(file=io.StringIO()))
+    assert done.status == written(tmp_path)["status"] == "interrupted"
+    assert [(r["precision"], r["status"]) for r in written(tmp_path)["results"]] == [("32-true", "ok")]
 
 
 def test_every_finished_result_is_on_disk_before_the_next_begins(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from dataclasses import replace
 
+import pytest
 from rich.console import Console
 
 from lightning_mp.callbacks.run_recorder import StepRecord
@@ -112,6 +113,35 @@ def test_step_times_that_scatter_are_not_to_be_trusted() -> None:
 
 def test_without_fp32_the_sentence_says_how_to_get_ratios() -> None:
     assert "add 32-true to --precisions" in reading_help(comparison(result("bf16-true")))[0]
+
+
+@pytest.mark.parametrize(
+    ("first", "why"),
+    [
+        (Result("32-true", "non-finite", "nan"), "32-true ended as non-finite."),
+        (Result("32-true", "ok"), "32-true recorded none."),
+        (result("bf16-true"), "32-true was not run."),
+    ],
+)
+def test_without_a_baseline_the_sentence_says_why(first: Result, why: str) -> None:
+    compared = replace(comparison(first), precisions=("32-true", "bf16-true"))
+    assert reading_help(compared)[0] == f"No baseline to judge by: {why}"
+
+
+def test_a_further_seed_that_failed_is_told() -> None:
+    compared = replace(comparison(result("32-true")), seed_results=(Result("32-true-seed1", "failed", "out of memory"),))
+    assert "32-true-seed1 failed: out of memory" in reading_help(compared)
+
+
+def test_the_title_of_a_narrow_table_stays_on_its_line() -> None:
+    title = "compare-20250131-120000 (seed 17)"
+    assert rendered(comparison(Result("auto", "failed"))).splitlines()[0].strip() == title
+
+
+def test_a_short_run_is_told_of_in_the_singular_and_leaves_nothing_out() -> None:
+    short = summarise([StepRecord(1, 2.0, 1, 5.0)])
+    (sentence,) = [text for text in reading_help(comparison(result("32-true", summary=short))) if "Tail loss" in text]
+    assert sentence.startswith("Tail loss is the mean over the last 1 step; process RSS")
 
 
 def test_a_note_is_printed_once_for_all_it_holds_for() -> None:

@@ -12,7 +12,7 @@ from wandb_file import isolate, read
 from lightning_mp.callbacks.run_recorder import StepRecord
 from lightning_mp.cost.memory import PersistentBytes
 from lightning_mp.report.results import Result, summarise
-from lightning_mp.report.wandb import LOSS, STEP_TIME, TOKENS, NoRunLog, open_run_log, plain, summary
+from lightning_mp.report.wandb import LOSS, STEP_TIME, TOKENS, NoRunLog, log_pictures, open_run_log, plain, summary
 
 RECORDS = [StepRecord(step, 1.0 / step, 128, 5.0) for step in range(1, 6)]
 MEMORY = PersistentBytes(weights=20, masters=20, gradients=20, optimizer_state=80, buffers=0, parameters=10)
@@ -72,3 +72,8 @@ def test_a_config_becomes_strings_and_numbers() -> None:
         "a": ["torch.float16", 1, None, True],
         "2": {"p": "x"},
     }
+
+
+def test_pictures_without_a_wandb_are_a_note_not_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    assert "The pictures were not logged" in str(log_pictures("offline", "g", tmp_path, {"loss": b""}))

@@ -34,9 +34,20 @@ def test_what_is_not_a_number_is_unknown(form, value):
 
 
 @pytest.mark.parametrize(
-    ("value", "text"), [(0.0, "0%"), (1.0, "100%"), (0.621, "62.1%"), (0.00012, "0.012%"), (1e-9, "1e-07%")]
+    ("value", "text"),
+    [
+        (0.0, "0%"),
+        (1.0, "100%"),
+        (0.621, "62.1%"),
+        (0.00012, "0.012%"),
+        (1e-9, "1e-07%"),
+        (0.999, "99.9%"),
+        (0.99971, "99.971%"),
+        (0.999988, "99.9988%"),
+        (1.25, "125.0%"),
+    ],
 )
-def test_a_small_share_is_not_said_to_be_nothing(value, text):
+def test_only_nothing_is_0_percent_and_only_all_is_100(value, text):
     assert wording.percent(value) == text
 
 

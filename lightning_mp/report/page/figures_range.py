@@ -257,12 +257,15 @@ def updates_lost(story: Story) -> Picture | Missing:
     if not shown:
         return Missing(title, "Lost updates were not sampled. Attach GradientRangeMonitor, or lightning_mp.monitors().")
     rows = [(run.name, percent(run.updates_lost_fraction)) for run, _ in shown]
+    others = [run.name for run in story.runs if not known(run.updates_lost_fraction)]
     return Picture(
         "updates-lost",
         title,
-        f"Updates lost: {each([name for name, _ in rows], [lost for _, lost in rows])}.",
+        f"Updates lost: {each([name for name, _ in rows], [lost for _, lost in rows])}."
+        + (f" Not measured: {listed(others)}." if others else ""),
         "Share of the weight updates that would round to nothing in the parameters' own format. Under a master precision, "
-        "masters keep them.",
+        "masters keep them. It is measured on masters, or on fp32 weights; 16-bit weights without masters show no update "
+        "that they lost.",
         Table(("run", "updates lost"), rows),
         partial(_draw_updates_lost, shown),
     )

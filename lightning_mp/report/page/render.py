@@ -160,7 +160,7 @@ def _headline(story: Story) -> list[_Line]:
     if not story.runs:
         return [_Line("neutral", "There are no runs in this report.")]
     reference = story.reference_run
-    label = shortened(story.reference, NAME_LENGTH) if story.reference is not None else "the baseline"
+    label = shortened(story.reference, NAME_LENGTH) if story.reference is not None and not story.judged_by else "the baseline"
     by_outcome: dict[str, list[str]] = {}
     for run in _told(story):
         by_outcome.setdefault(_outcome(run), []).append(run.name)
@@ -170,7 +170,7 @@ def _headline(story: Story) -> list[_Line]:
         if names:
             said = (of_one if len(names) == 1 else of_several).format(reference=label)
             lines.append(_Line(tone, f"{listed(names)} {said}"))
-    if reference is not None and not story.candidates:
+    if reference is not None and not story.candidates and reference.verdict is None:
         lines.append(_Line("neutral", f"{label} is the only run, so there is nothing to compare it with."))
     return lines
 
@@ -191,11 +191,18 @@ def _card(run: RunStory, style: Style, story: Story) -> _Card:
     outcome, verdict = _outcome(run), run.verdict
     tone = _OUTCOMES[outcome][0]
     if verdict is None:
-        why = "It has no verdict: it was not compared with a baseline." if run.status == "ok" else f"The run is {run.status}."
-        return _Card(style, outcome, tone, why, run.error, [], [])
-    error = f"The run is {run.status}: {run.error or 'no reason given'}" if run.status != "ok" else None
+        why = "It has no verdict: it was not compared with a baseline." if run.status == "ok" else _how_it_ended(run)
+        return _Card(style, outcome, tone, why, None, [], [])
+    error = _how_it_ended(run) if run.status != "ok" else None
     differences = [difference.text for difference in verdict.differences]
     return _Card(style, outcome, tone, verdict.explanation, error, _facts(verdict, story.axis), differences)
+
+
+def _how_it_ended(run: RunStory) -> str:
+    ended = {"failed": "The run failed", "interrupted": "The run did not finish", "non-finite": "The run had to end"}[
+        run.status
+    ]
+    return f"{ended}: {run.error or 'no reason given'}"
 
 
 def _facts(verdict: Verdict, axis: str) -> list[tuple[str, str]]:
@@ -224,7 +231,8 @@ def _numbers(story: Story) -> _Numbers:
     rows = [_row(run, style, story) for run, style in zip(story.runs, styles(story), strict=True)]
     labels = {run.peak_label for run in story.runs if known(run.peak_gib)}
     peak = labels.pop() if len(labels) == 1 else "peak memory"
-    columns = [peak, "tokens per second", "step time", f"gap to {shortened(story.reference or 'the baseline', 24)}"]
+    base = "the baseline" if story.judged_by else shortened(story.reference or "the baseline", 24)
+    columns = [peak, "tokens per second", "step time", f"gap to {base}"]
     ratios = f", each with its ratio to {reference.name}" if reference is not None else ""
     return _Numbers(f"Cost and divergence{ratios}. Step time is the median; the gap is in nats of loss.", columns, rows)
 

@@ -48,12 +48,14 @@ def compact(value: float) -> str:
 
 
 def percent(fraction: float | None) -> str:
-    """A fraction from 0 to 1, in percent. Small ones keep two digits, so that only nothing is 0."""
+    """A fraction from 0 to 1, in percent. Small ones, and what lacks of large ones, keep two digits: only all is 100%."""
     if not known(fraction):
         return UNKNOWN
     share = 100 * fraction
     if share in (0, 100):
         return f"{share:.0f}%"
+    if 0 < 100 - share < 0.05:
+        return f"{share:.{1 - math.floor(math.log10(100 - share))}f}%"
     return f"{share:.1f}%" if share >= 1 else f"{share:.2g}%"
 
 

@@ -131,6 +131,9 @@ class _Reader:
         }
         self._place = str(folder.resolve())
         self._problems: list[str] = []
+        # the files are named as they were then, and the folder may have been moved: whether fp32 has recorded one says more
+        files = ", ".join(map(str, sequence(content.get("baselines"), "baselines")))
+        self._judged_by = files if files and not (folder / REFERENCE / BASELINE_FILE).exists() else REFERENCE
         self._baseline = self._read_baseline(folder / REFERENCE / BASELINE_FILE)
 
     def _read_baseline(self, path: Path) -> BaselineRun | None:
@@ -158,7 +161,8 @@ class _Reader:
             saved = self._with_curve(saved, found)
         except ValueError as error:  # SourceError among them
             return replace(saved, story=_broken(saved.story, str(error)))
-        return self._with_log(self._with_own_verdict(saved, found))
+        saved = self._with_log(self._with_own_verdict(saved, found))
+        return replace(saved, judged_by=self._judged_by) if saved.story.verdict is not None else saved
 
     def _story(self, name: str, found: Mapping[str, Any]) -> RunStory:
         status = found.get("status")

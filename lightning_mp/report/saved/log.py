@@ -39,6 +39,7 @@ from lightning_mp.report.saved.run import (
     noted,
     read_json,
     tail_loss,
+    text,
     verdict_from,
 )
 from lightning_mp.report.story import RunStory, Series
@@ -89,7 +90,7 @@ def read_csv_log(path: Path) -> SavedRun:
     settings = _yaml(folder / "hparams.yaml", notes)
     precision = _precision(settings) or _precision(_yaml(folder / "config.yaml", notes).get("trainer")) or UNKNOWN
     name = folder.name if path.name == "metrics.csv" else path.stem
-    if path.name == "metrics.csv" and name.startswith("version_"):
+    if path.name == "metrics.csv" and (name.startswith("version_") or name == "metrics"):
         name = f"{folder.parent.name}/{name}"
     saved = log_run(name, str(folder), precision, curve_of(path, columns), columns)
     saved = replace(saved, story=replace(saved.story, what=flat(settings), notes=[*saved.story.notes, *notes]))
@@ -102,7 +103,8 @@ def with_verdict(saved: SavedRun, path: Path) -> SavedRun:
         return saved
     try:
         content = mapping(read_json(path), "it")
-        return judged(saved, content, content.get("blocks"), content.get("axis"))
+        by = text(content, "baseline")
+        return replace(judged(saved, content, content.get("blocks"), content.get("axis")), judged_by=by)
     except ValueError as error:  # SourceError among them
         reason = str(error).removeprefix(f"{path}: ")
         return noted(saved, f"Its own verdict cannot be read: {path}: {reason}")

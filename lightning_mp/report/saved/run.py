@@ -51,6 +51,7 @@ class SavedRun:
         rates: tokens per second by optimizer step.
         axis: what the ends of its blocks count; None if it has not been judged.
         seeds: runs of other seeds, which it makes a baseline with.
+        judged_by: what its verdict is against; None if that is not known, or there is no verdict.
     """
 
     story: RunStory
@@ -59,6 +60,7 @@ class SavedRun:
     rates: Sequence[tuple[int, float]] = ()
     axis: Axis | None = None
     seeds: tuple[BaselineRun, ...] = ()
+    judged_by: str | None = None
 
     @property
     def is_fp32(self) -> bool:

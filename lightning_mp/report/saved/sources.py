@@ -54,16 +54,16 @@ def story_of(
 ) -> Story:
     """The story of saved runs.
 
-    A run that was judged while it trained keeps its verdict. Any other is judged by its curve, against `baseline`, or else
-    against the reference and its further seeds. Losses are aligned on the first of tokens, samples and steps that all curves
-    know. Names are made to differ by the folders that the runs lie in, or by numbers.
+    With `baseline`, every run is judged by it, from its curve. Otherwise a run that was judged while it trained keeps its
+    verdict, and any other is judged against the reference and its further seeds. Losses are aligned on the first of tokens,
+    samples and steps that all curves know. Names are made to differ by the folders that the runs lie in, or by numbers.
 
     Args:
         paths: for each source, the folder of `lightning-mp compare`; a CSV of Lightning's `CSVLogger`, or the folder of its
             `metrics.csv`; the `.wandb` file of an offline run, or its folder; or the JSON file of a `BaselineRecorder`.
         baseline: what to judge against.
         reference: the name of the run that ratios refer to. By default the only fp32 run, if there is exactly one.
-        force: judge although settings differ.
+        force: judge although settings differ; also a run that was NOT COMPARABLE when it was judged.
         rule: blocks, margins and error rate of the test.
         title: the page's heading; by default the comparison's name.
         command: the command that repeats the runs; by default the comparison's.
@@ -95,7 +95,9 @@ def story_of(
     against = baseline or _baseline_of(names, runs, chosen)
     axis = _axis(runs, against)
     judged = [
-        _judge(run, against, axis, force=force, rule=rule, is_explicit=baseline is not None) if name != chosen else run
+        _judge(run, against, axis, force=force, rule=rule, is_explicit=baseline is not None)
+        if name != chosen or baseline is not None
+        else run
         for name, run in zip(names, runs, strict=True)
     ]
     return Story(
@@ -106,6 +108,9 @@ def story_of(
         reference=chosen,
         runs=[run.told(name, axis) for name, run in zip(names, judged, strict=True)],
         baseline_curves=_baseline_curves(against, axis, is_explicit=baseline is not None),
+        judged_by=_other_baseline(
+            judged, None if chosen is None else runs[names.index(chosen)], against, is_given=baseline is not None
+        ),
     )
 
 
@@ -235,9 +240,28 @@ def _baseline_of(names: Sequence[str], runs: Sequence[SavedRun], reference: str 
         return None
     first = Baseline((run.run,), reference)
     try:
-        return join_baselines([first, *(Baseline((seed,), f"{reference}, seed {seed.seed}") for seed in run.seeds)])
+        return join_baselines([first, *(Baseline((seed,), f"{reference}-seed{seed.seed}") for seed in run.seeds)])
     except BaselineError:  # further seeds of another config, or the same one again: they make no band
         return first
+
+
+def _other_baseline(
+    runs: Sequence[SavedRun], reference: SavedRun | None, against: Baseline | None, *, is_given: bool
+) -> str | None:
+    """What the verdicts are against, if not all are against the reference."""
+    others: dict[str, None] = {}
+    for run in runs:
+        is_of_reference = (
+            reference is not None
+            and not is_given
+            and (
+                (run.judged_by == reference.story.name and run.place == reference.place)  # within its comparison
+                or (against is not None and run.judged_by == against.source)  # now
+            )
+        )
+        if run.story.verdict is not None and not is_of_reference:
+            others[run.judged_by or "a baseline that is not known"] = None
+    return ", ".join(others) or None
 
 
 def _axis(runs: Sequence[SavedRun], against: Baseline | None) -> Axis:
@@ -249,8 +273,10 @@ def _axis(runs: Sequence[SavedRun], against: Baseline | None) -> Axis:
 def _judge(
     saved: SavedRun, against: Baseline | None, axis: Axis, *, force: bool, rule: Rule | None, is_explicit: bool
 ) -> SavedRun:
-    """The run with a verdict, if it had none and there is something to judge it against."""
-    if saved.story.verdict is not None or saved.run is None or against is None or not any(saved.run.curve.counts):
+    """The run with a verdict, if there is something to judge it against and it has none that stands."""
+    own = saved.story.verdict
+    stands = own is not None and not is_explicit and not (force and own.status == "NOT COMPARABLE")
+    if stands or saved.run is None or against is None or not any(saved.run.curve.counts):
         return saved
     paired = next((index for index, run in enumerate(against.runs) if is_paired(run, saved.run)), None)
     try:
@@ -265,7 +291,8 @@ def _judge(
         force=force,
         skipped_steps=saved.story.skipped_count or 0,
     )
-    return replace(saved, story=replace(saved.story, verdict=verdict, blocks=test.blocks), axis=axis)
+    story = replace(saved.story, verdict=verdict, blocks=test.blocks)
+    return replace(saved, story=story, axis=axis, judged_by=against.source)
 
 
 def _feed(test: DivergenceTest, curve: LossCurve, *, has_diverged: bool) -> None:
