@@ -10,12 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lightning_mp.callbacks.baseline import BaselineRecorder as BaselineRecorder
+    from lightning_mp.callbacks.divergence import DivergenceError as DivergenceError
     from lightning_mp.callbacks.divergence import DivergenceMonitor as DivergenceMonitor
     from lightning_mp.callbacks.gradients import GradientRangeMonitor as GradientRangeMonitor
     from lightning_mp.callbacks.loss_scale import LossScaleMonitor as LossScaleMonitor
     from lightning_mp.callbacks.memory import MemoryMonitor as MemoryMonitor
     from lightning_mp.callbacks.monitors import monitors as monitors
     from lightning_mp.callbacks.speed import SpeedMonitor as SpeedMonitor
+    from lightning_mp.numerics.baseline import BaselineError as BaselineError
+    from lightning_mp.numerics.divergence import Rule as Rule
     from lightning_mp.numerics.loss_scale import AdaptiveLossScale as AdaptiveLossScale
     from lightning_mp.numerics.loss_scale import DynamicLossScale as DynamicLossScale
     from lightning_mp.numerics.loss_scale import NoLossScale as NoLossScale
@@ -27,7 +30,9 @@ __version__ = "0.1.0"
 
 _PUBLIC = {
     "AdaptiveLossScale": "lightning_mp.numerics.loss_scale",
+    "BaselineError": "lightning_mp.numerics.baseline",
     "BaselineRecorder": "lightning_mp.callbacks.baseline",
+    "DivergenceError": "lightning_mp.callbacks.divergence",
     "DivergenceMonitor": "lightning_mp.callbacks.divergence",
     "DynamicLossScale": "lightning_mp.numerics.loss_scale",
     "GradientRangeMonitor": "lightning_mp.callbacks.gradients",
@@ -35,6 +40,7 @@ _PUBLIC = {
     "MasterWeightPrecision": "lightning_mp.plugin",
     "MemoryMonitor": "lightning_mp.callbacks.memory",
     "NoLossScale": "lightning_mp.numerics.loss_scale",
+    "Rule": "lightning_mp.numerics.divergence",
     "SpeedMonitor": "lightning_mp.callbacks.speed",
     "StaticLossScale": "lightning_mp.numerics.loss_scale",
     "Trainer": "lightning_mp.trainer",
@@ -42,7 +48,9 @@ _PUBLIC = {
 }
 __all__ = [
     "AdaptiveLossScale",
+    "BaselineError",
     "BaselineRecorder",
+    "DivergenceError",
     "DivergenceMonitor",
     "DynamicLossScale",
     "GradientRangeMonitor",
@@ -50,6 +58,7 @@ __all__ = [
     "MasterWeightPrecision",
     "MemoryMonitor",
     "NoLossScale",
+    "Rule",
     "SpeedMonitor",
     "StaticLossScale",
     "Trainer",

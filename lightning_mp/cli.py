@@ -261,6 +261,13 @@ class MixedPrecisionCLI(LightningCLI):
         except (MisconfigurationException, ValueError) as error:
             raise UsageError(str(error)) from error
 
+    def _run_subcommand(self, subcommand: str) -> None:
+        """Run it; what Lightning, or a callback with a baseline, refuses is shown without a traceback."""
+        try:
+            super()._run_subcommand(subcommand)
+        except (BaselineError, MisconfigurationException) as error:
+            raise UsageError(str(error)) from error
+
     def _of_subcommand(self, config: Namespace) -> Namespace:
         return config[config.subcommand]
 

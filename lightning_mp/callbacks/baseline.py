@@ -241,6 +241,8 @@ class BaselineRecorder(Monitor):
                 f"The baseline was NOT saved to its end: {self.path} cannot be written ({self._failure}). What was saved before"
                 " is still there."
             )
+        else:
+            rank_zero_info(f"The baseline of {self._run.curve.last_step:,} steps is in {self.path}.")
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Save what there is. Neither other ranks nor a device that may have failed are asked for what is unread."""

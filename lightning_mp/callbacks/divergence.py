@@ -43,7 +43,16 @@ BaselineLike: TypeAlias = "str | os.PathLike[str] | Baseline"
 
 
 class DivergenceError(RuntimeError):
-    """A run diverges from its baseline, and ``on_divergence`` is "raise"."""
+    """A run diverges from its baseline, and ``on_divergence`` is "raise". The message says where, and by how much.
+
+    Example:
+        >>> from lightning_mp import DivergenceError
+        >>> try:  # trainer.fit(module), with DivergenceMonitor("fp32.json", on_divergence="raise") among the callbacks
+        ...     raise DivergenceError("The loss diverges from its baseline.")
+        ... except DivergenceError as error:
+        ...     print(error)
+        The loss diverges from its baseline.
+    """
 
 
 class DivergenceMonitor(Monitor):
@@ -96,7 +105,7 @@ class DivergenceMonitor(Monitor):
         rule: blocks, margins and error rate of the test.
         force: compare and act on alarms although settings differ.
         loss_key: column of the loss in a CSV, or key in a run's history.
-        path: where the verdict is written; by default ``verdict.json`` in the logger's folder, or in ``default_root_dir``; if
+        path: where the verdict is written; by default ``verdict.json`` in the run's folder, or in ``default_root_dir``; if
             that is not on this machine, in the working folder.
         data: the name of the training data that the baseline was recorded with, if it has one.
 
@@ -195,6 +204,13 @@ class DivergenceMonitor(Monitor):
         self._run.fingerprint.watch(trainer)
         self._reset()
         others = {run.precision for run in baseline.runs if not run.is_fp32 and run.precision != "unknown"}
+        unfinished = [run for run in baseline.runs if run.status != "finished"]
+        if unfinished and not self.force:
+            steps = ", ".join(f"{run.curve.last_step:,}" for run in unfinished)
+            rank_zero_warn(
+                f"The baseline {baseline.source} is not finished: recording ended at step {steps}. So the verdict will not be"
+                " MATCHES. Record it to its end, or pass force=True."
+            )
         if others:
             rank_zero_warn(f"The baseline {baseline.source} was not recorded in fp32, but under {', '.join(sorted(others))}.")
 
@@ -215,6 +231,9 @@ class DivergenceMonitor(Monitor):
             self._reset()
         self._run.start(trainer, pl_module, self.data, lambda: self._read_steps(trainer))
         folder = trainer.log_dir or trainer.default_root_dir  # here, as it asks the other ranks
+        logger: Any = trainer.logger
+        if logger is not None and getattr(logger, "log_dir", None) is None and logger.version is not None:
+            folder = os.path.join(folder, str(logger.name), str(logger.version))  # of Weights & Biases, which runs share
         if self.path is None and "://" in folder:
             rank_zero_info(f"The verdict is written to the working folder, as {folder} is not on this machine.")
             folder = ""
@@ -389,10 +408,11 @@ class DivergenceMonitor(Monitor):
     def _act(self, trainer: Trainer, text: str) -> None:
         if self.on_divergence == "raise":
             raise DivergenceError(text)
-        rank_zero_warn(text)
         if self.on_divergence == "stop":
             trainer.should_stop = True
-        elif self.on_divergence == "alert":
+            text += ' Training ends here, as on_divergence="stop".'
+        rank_zero_warn(text)
+        if self.on_divergence == "alert":
             alert(trainer, "Loss diverges from the baseline", text)
 
     def _conclude(self, trainer: Trainer) -> None:

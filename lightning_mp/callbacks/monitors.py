@@ -22,6 +22,7 @@ def monitors(
     fingerprints: bool = True,
     baseline: str | list[str] | None = None,
     on_divergence: Action = "warn",
+    force: bool = False,
 ) -> list[Callback]:
     """The callbacks that measure a run, with their defaults, in the order in which they disturb each other least.
 
@@ -35,7 +36,9 @@ def monitors(
             first batches, for the config of Weights & Biases; reads all weights once.
         baseline: a file of a :class:`~lightning_mp.BaselineRecorder`, or several: adds a
             :class:`~lightning_mp.DivergenceMonitor`.
-        on_divergence: what that does when the run diverges: "warn", "stop", "raise" or "alert".
+        on_divergence: what that does when the run diverges: "warn" says so; "stop" also ends training; "raise" raises an error;
+            "alert" also sends an alert through Weights & Biases.
+        force: whether to compare although settings differ from the baseline's.
 
     Raises:
         ValueError: a switch is not True or False, or another argument is out of range.
@@ -65,5 +68,5 @@ def monitors(
     ]
     callbacks = [callback for is_wanted, callback in chosen if is_wanted]
     if baseline is not None:
-        callbacks.append(DivergenceMonitor(baseline, on_divergence=on_divergence))
+        callbacks.append(DivergenceMonitor(baseline, on_divergence=on_divergence, force=force))
     return callbacks

@@ -76,7 +76,7 @@ class RunRecorder(Callback):
             alive; None before that.
         weights: fingerprint of the initial weights as they were before the precision plugin converted them; None if
             they were never seen (a strategy that does not convert, or weights without values).
-        data_order: hashes of the samples that this process consumed at the positions 1, 2, 4, 8, ..., by position.
+        data_order: hashes of some of the samples that this process consumed, by position.
         non_finite_step: the first step whose loss was not finite, or None.
     """
 
@@ -112,7 +112,7 @@ class RunRecorder(Callback):
 
     @property
     def data_order(self) -> dict[str, str]:
-        """Hashes of the samples that this process consumed at the positions 1, 2, 4, 8, ..., by position."""
+        """Hashes of some of the samples that this process consumed, by position; see ``RunFingerprint``."""
         return dict(self._fingerprint.data_order)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

@@ -51,7 +51,15 @@ TEXTS = ("optimizer", "data", "gradient_clip_algorithm")
 
 
 class BaselineError(ValueError):
-    """A baseline is missing, broken, of another schema, or cannot be used. The message begins with its path."""
+    """A baseline is missing, broken, of another schema, or cannot be used. The message begins with its path.
+
+    Example:
+        >>> try:
+        ...     read_baseline("no such file.json")
+        ... except BaselineError as error:
+        ...     print(error)
+        no such file.json: there is no such file. Record a baseline with BaselineRecorder, or correct the path.
+    """
 
 
 @dataclass(frozen=True)
@@ -338,11 +346,12 @@ def differences(run: BaselineRun, candidate: BaselineRun) -> list[Difference]:
     ]
     if run.weights is not None and candidate.weights is not None and run.weights != candidate.weights:
         found.append(Difference("weights", "the initial weights differ", False))
-    unequal = [
-        position for position in _common(run.data_order, candidate.data_order) if not _same_sample(run, candidate, position)
-    ]
+    common = _common(run.data_order, candidate.data_order)
+    unequal = [position for position in common if not _same_sample(run, candidate, position)]
     if unequal:
-        found.append(Difference("data_order", f"the data order differs from sample {unequal[0]} on", False))
+        same = max((position for position in common if position < unequal[0]), default=0)
+        where = f"sample {unequal[0]}" if same + 1 == unequal[0] else f"one of the samples {same + 1} to {unequal[0]}"
+        found.append(Difference("data_order", f"the data order differs from {where} on", False))
     if run.seed is not None and candidate.seed is not None and run.seed != candidate.seed:
         found.append(Difference("seed", f"the seed is {candidate.seed}, the baseline's {run.seed}", False))
     if run.device and candidate.device and run.device != candidate.device:

@@ -448,6 +448,9 @@ class DivergenceTest:
         lag = self._lag(tail, skipped_steps)
         if lag is not None and skipped_steps:
             sentences.append(f"The lag of {skipped_steps} skipped steps explains {lag:.4f} of the gap.")
+        beside = [difference.text for difference in differences if not difference.decides or force]
+        if beside and status in ("DIVERGED", "INCONCLUSIVE"):
+            sentences.append(f"What differs: {'; '.join(beside)}.")
         if self.position > self._grid.edges[-1]:
             sentences.append("What lies beyond the baseline's end was ignored.")
         half = estimate.half_width if estimate else None
@@ -589,7 +592,7 @@ class DivergenceTest:
         low, high = estimate.mean - estimate.half_width, estimate.mean + estimate.half_width
         found = (
             f"Over the last {len(tail)} blocks the loss is {_signed(estimate.mean)} from the baseline's, "
-            f"95% interval {_signed(low)} to {_signed(high)}; a gap of {margin:.4f} matters."
+            f"95% interval {_signed(low)} to {_signed(high)}; the margin is {margin:.4f}."
         )
         if self.alarm is not None and high >= margin:
             return "DIVERGED", [self._alarm_sentence(), found, self._advice()]
@@ -606,6 +609,9 @@ class DivergenceTest:
         status: Outcome = "BETTER" if high < -margin else "MATCHES" if high < margin else "INCONCLUSIVE"
         if status == "INCONCLUSIVE":
             return status, [*recovered, found, self._could_have_seen(margin, estimate)]
+        unfinished = self._unfinished()
+        if unfinished and not force:
+            return "INCONCLUSIVE", [*recovered, found, unfinished, "Record it to its end, or force the comparison."]
         if self.coverage < self.rule.min_coverage:
             covered = f"The run covers {self.coverage:.0%} of the baseline; a match needs {self.rule.min_coverage:.0%}."
             return "INCONCLUSIVE", [*recovered, found, covered, "Let it run on."]
@@ -616,6 +622,16 @@ class DivergenceTest:
                 "That is better than the baseline by more than the margin; check that it is the same task.",
             ]
         return status, [*recovered, found, "No action is needed."]
+
+    def _unfinished(self) -> str | None:
+        """A sentence if the baseline, or the run of it that the candidate is paired with, did not come to its planned end."""
+        runs = self.baseline.runs if self.paired_with is None else self.baseline.runs[self.paired_with :][:1]
+        for run in runs:
+            if run.status != "finished":
+                planned = run.settings.get("max_steps")
+                of = f" of {planned:,}" if isinstance(planned, int) and planned > 0 else ""
+                return f"The baseline is not a whole run: it ended at step {run.curve.last_step:,}{of}."
+        return None
 
     def _too_little(self, blocks: int) -> str:
         if not self.last_step:
@@ -633,14 +649,16 @@ class DivergenceTest:
         )
 
     def _advice(self) -> str:
-        if self.alarm is None:
-            return "Look at where the gap begins to grow; lower the learning rate, or keep fp32 masters."
-        return f"Compare the runs just before step {self.alarm.step}; lower the learning rate, or keep fp32 masters."
+        where = "where the gap begins to grow" if self.alarm is None else f"just before step {self.alarm.step}"
+        return (
+            f"Compare the runs {where}: gradients, stalled parameters, data. If only the precision differs, keep fp32 masters,"
+            " keep more modules in fp32, or lower the learning rate."
+        )
 
     def _could_have_seen(self, margin: float, estimate: Estimate) -> str:
         visible = f"Only a gap of {margin + estimate.visible:.4f} or more would have been seen."
         if self.paired_with is not None:
-            return f"{visible} Train longer."
+            return f"{visible} A longer run or a larger batch has less noise."
         if len(self.baseline.runs) < 3:
             few = "Two seeds hardly show their spread: record three"
             return f"{visible} {few}, or start from the baseline's weights and data order."
@@ -771,7 +789,8 @@ def _check(name: str, value: object, legal: bool, range_: str) -> None:
 
 
 def _signed(gap: float) -> str:
-    return f"{gap:+.4f}"
+    text = f"{gap:+.4f}"
+    return text if float(text) else "0.0000"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -59,7 +59,7 @@ class Result:
         peak_rss_bytes: the worker process's peak resident set, interpreter and libraries included.
         peak_cuda_bytes: `torch.cuda.max_memory_allocated` of the worker, None without CUDA.
         weights_fingerprint: of the initial weights before conversion.
-        data_order: hashes of the samples consumed at the positions 1, 2, 4, 8, ..., by position.
+        data_order: hashes of some of the samples that were consumed, by position.
         started: what the worker said of itself when training began: device, versions, precision in use, plugin.
         skipped_steps: optimizer steps that were skipped by loss scaling; None without a loss scale.
         loss_scale: the loss scale at the end; None without one.

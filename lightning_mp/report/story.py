@@ -13,6 +13,8 @@ from lightning_mp.numerics.divergence import Block, Verdict
 
 #: How a run ended.
 STATUSES = ("ok", "failed", "non-finite", "interrupted")
+#: The precision of a run that does not say it.
+UNKNOWN_PRECISION = "unknown"
 #: What losses are aligned on.
 AXES = ("tokens", "samples", "steps")
 #: The parts of memory, in the order in which they are stacked.

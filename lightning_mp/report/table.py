@@ -168,7 +168,8 @@ def _candidate_notes(results: Sequence[Result]) -> list[str]:
 
 
 def _number(value: float | None, form: str) -> str:
-    return UNKNOWN if value is None else form.format(value)
+    text = UNKNOWN if value is None else form.format(value)
+    return text[1:] if text[:1] in ("+", "-") and not text.strip("+-0.") else text  # a zero has no sign
 
 
 def _shorten(text: str) -> str:

@@ -97,6 +97,15 @@ def resumable(steps: int = 40, batch_size: int = 4, seed: int = 0) -> Resumable:
     return Resumable(Texts(steps * batch_size, seed), batch_size)
 
 
+def probes(samples: int) -> list[int]:
+    """The positions, among so many samples, of those whose hash tells the order of the data: 32, then 16 in each doubling."""
+    positions, apart = list(range(1, 33)), 2
+    while positions[-1] < samples:
+        positions += range(positions[-1] + apart, 2 * positions[-1] + 1, apart)
+        apart *= 2
+    return [position for position in positions if position <= samples]
+
+
 def fit(
     module: pl.LightningModule, *callbacks: pl.Callback, loader: Any = None, ckpt: Any = None, **options: Any
 ) -> pl.Trainer:

@@ -33,6 +33,7 @@ from tests.callbacks.language import (
     data,
     fit,
     losses_of,
+    probes,
     reads_per_batch,
     resumable,
 )
@@ -101,7 +102,7 @@ def test_the_file_says_what_decides_comparability(tmp_path: Path, monkeypatch: p
     }
     assert run.seed == 7
     assert run.weights == weights_fingerprint(Language())
-    assert list(run.data_order) == ["1", "2", "4", "8", "16", "32", "64", "128"]
+    assert list(run.data_order) == [str(position) for position in probes(160)]
     assert run.device.startswith("cpu: ")
     assert run.versions["torch"] == torch.__version__
     assert {"peak_rss_gib", "tokens_per_s", "step_time_ms", "bytes_per_parameter"} == set(run.numbers)
@@ -215,6 +216,11 @@ def test_a_validation_metric_that_is_not_finite_is_saved_as_unknown(tmp_path: Pa
 def test_a_loss_that_is_not_finite_is_counted(tmp_path: Path) -> None:
     run = record(tmp_path / "b.json", Language(spoiled={6: math.nan}), max_steps=10)
     assert run.curve.first_nonfinite_step == 7
+
+
+def test_the_last_line_says_where_the_baseline_is_and_how_many_steps_it_has(tmp_path: Path, said: Any) -> None:
+    record(tmp_path / "b.json")
+    assert said.count(f"The baseline of 40 steps is in {tmp_path / 'b.json'}.") == 1
 
 
 # --- how it ends ------------------------------------------------------------------------------------------------------------
@@ -517,6 +523,7 @@ def test_a_full_disk_is_warned_of_once_and_loses_nothing_that_was_saved(
     assert calls == [5, 10, 15, 20, 25, 30, 35, 40, 40]
     assert said.count("cannot write|b.json|No space left") == 1
     assert said.count("NOT saved to its end|b.json") == (0 if recovers else 1)
+    assert said.count("The baseline of 40 steps is in|b.json") == (1 if recovers else 0)
     run = run_in(path)
     assert (run.status, run.curve.last_step) == (("finished", 40) if recovers else ("recording", 10))
 
@@ -529,14 +536,16 @@ class ReadsAlways(pl.Callback):
         outputs["loss"].item()
 
 
-def test_between_log_steps_nothing_is_read_but_a_sample_at_each_doubling(tmp_path: Path) -> None:
+def test_between_log_steps_nothing_is_read_but_samples_ever_more_rarely(tmp_path: Path) -> None:
     def reads(*callbacks: pl.Callback) -> list[int]:
-        return reads_per_batch(lambda *counter: fit(Language(), *counter, *callbacks, log_every_n_steps=10))
+        options: dict[str, Any] = {"loader": data(160), "log_every_n_steps": 10}
+        return reads_per_batch(lambda *counter: fit(Language(), *counter, *callbacks, **options))
 
     without, watched = reads(), reads(BaselineRecorder(tmp_path / "b.json"))
-    # log steps, and the samples 1, 2, 4, 8, ... of four in a batch
+    # log steps, and the samples whose hashes are kept, four in a batch; the last batch is not counted
     read = {batch for batch, (one, other) in enumerate(zip(without, watched, strict=True)) if one != other}
-    assert read == {9, 19, 29} | {0, 1, 3, 7, 15, 31}
+    assert read == {*range(9, 159, 10), *((position - 1) // 4 for position in probes(159 * 4))}
+    assert len(read) < 80
     assert reads(ReadsAlways()) != without, "a read would be seen"
 
 

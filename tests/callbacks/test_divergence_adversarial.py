@@ -470,7 +470,7 @@ def test_a_service_that_fails_at_the_end_does_not_keep_the_verdict_from_its_file
     rows.summary = Down()
     with pytest.raises(ConnectionError):
         watch(tmp_path, recorded, logger=rows)
-    assert json.loads((tmp_path / "verdict.json").read_text())["status"] == "MATCHES"
+    assert json.loads((tmp_path / str(rows.name) / str(rows.version) / "verdict.json").read_text())["status"] == "MATCHES"
 
 
 def test_a_run_that_was_killed_after_its_last_checkpoint_goes_on_from_there(tmp_path: Path) -> None:

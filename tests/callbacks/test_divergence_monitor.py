@@ -29,6 +29,7 @@ from tests.callbacks.language import (
     checkpoint,
     data,
     fit,
+    probes,
     reads_per_batch,
     resumable,
 )
@@ -122,6 +123,17 @@ def test_another_order_of_data_is_not_paired_and_said_so(watch: Any, recorded: P
     verdict = watch(recorded, loader=DataLoader(rows, 4)).verdict
     assert not verdict.paired
     assert [difference.text for difference in verdict.differences] == ["the data order differs from sample 4 on"]
+
+
+def test_an_order_that_changes_in_the_middle_of_a_run_is_seen_and_where_is_said(watch: Any, recorded: Path) -> None:
+    rows = torch.utils.data.Subset(data(STEPS).dataset, [*range(300), *range(STEPS * 4 - 1, 299, -1)])
+    verdict = watch(recorded, loader=DataLoader(rows, 4)).verdict
+    assert not verdict.paired
+    assert [difference.text for difference in verdict.differences] == [
+        "the data order differs from one of the samples 289 to 304 on"
+    ]
+    assert verdict.status == "INCONCLUSIVE"
+    assert "What differs: the data order differs from one of the samples 289 to 304 on." in verdict.explanation
 
 
 def test_several_files_make_a_band_and_a_run_of_one_of_its_seeds_is_paired_with_it(watch: Any, seeds: list[Path]) -> None:
@@ -266,9 +278,12 @@ def test_a_loss_for_which_the_plugin_skipped_the_step_is_no_divergence(watch: An
 # --- what is done -----------------------------------------------------------------------------------------------------------
 
 
-def test_stop_ends_training_at_the_log_step_of_the_alarm(watch: Any, recorded: Path) -> None:
+def test_stop_ends_training_at_the_log_step_of_the_alarm_and_says_so(watch: Any, recorded: Path, said: Any) -> None:
     ended = Ended()
     monitor = watch(recorded, worse(), ended, on_divergence="stop", log_every_n_steps=5)
+    assert said.count('diverges from its baseline|Training ends here, as on_divergence="stop".') == 1
+    watch(recorded, worse())
+    assert (said.count("diverges from its baseline"), said.count("Training ends here")) == (2, 1)
     alarm = monitor.verdict.alarm.step
     assert alarm <= ended.steps < alarm + 5
     assert monitor.verdict.status == "DIVERGED"
@@ -376,6 +391,20 @@ def test_the_file_lies_with_the_logger_and_a_disk_that_is_full_does_not_end_the_
     monitor = watch(recorded, path=tmp_path / "file" / "v.json")
     assert monitor.verdict.status == "MATCHES"
     assert said.count("verdict could not be written|v.json") == 1
+
+
+def test_under_weights_and_biases_each_run_has_a_verdict_of_its_own(
+    watch: Any, recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import wandb
+
+    isolate(monkeypatch, tmp_path)
+    for version, module, status in (("ab12", Language(), "MATCHES"), ("cd34", worse(), "DIVERGED")):
+        watch(recorded, module, logger=WandbLogger(save_dir=tmp_path / "runs", project="mine", offline=True, id=version))
+        wandb.finish()
+        assert json.loads((tmp_path / "runs" / "mine" / version / "verdict.json").read_text())["status"] == status
+    assert json.loads((tmp_path / "runs" / "mine" / "ab12" / "verdict.json").read_text())["status"] == "MATCHES"
+    assert len(list(tmp_path.rglob("verdict.json"))) == 2
 
 
 def test_weights_and_biases_has_scalars_on_the_axis_of_tokens_a_picture_a_table_the_verdict_and_one_alert(
@@ -733,6 +762,33 @@ def test_a_baseline_that_is_not_fp32_is_warned_of(recorded: Path, watch: Any, sa
     assert said.count("not recorded in fp32") == 1
 
 
+class StopsAt(pl.Callback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        trainer.should_stop = trainer.global_step >= self.step
+
+
+def test_a_baseline_that_did_not_come_to_its_end_is_warned_of_and_no_match_unless_forced(
+    watch: Any, tmp_path: Path, said: Any
+) -> None:
+    path = tmp_path / "b.json"
+    fit(Language(), StopsAt(60), BaselineRecorder(path), loader=data(STEPS))
+    verdict = watch(path, max_steps=60).verdict
+    assert said.count("b.json is not finished|ended at step 60|not be MATCHES|force=True") == 1
+    assert (verdict.status, verdict.paired, verdict.gap, verdict.coverage) == ("INCONCLUSIVE", True, 0.0, 1.0)
+    assert "The baseline is not a whole run: it ended at step 60 of 100." in verdict.explanation
+    assert watch(path, max_steps=60, force=True).verdict.status == "MATCHES"
+    assert said.count("is not finished") == 1, "forced, it is known"
+    assert watch(path, worse(since=10), max_steps=60).verdict.status == "DIVERGED"
+
+
+def test_a_baseline_that_is_finished_is_not_warned_of(watch: Any, recorded: Path, said: Any) -> None:
+    watch(recorded)
+    assert not said.count("is not finished")
+
+
 # --- odd modes --------------------------------------------------------------------------------------------------------------
 
 
@@ -814,13 +870,14 @@ class ReadsAlways(pl.Callback):
         outputs["loss"].item()
 
 
-def test_between_log_steps_nothing_is_read_but_a_sample_at_each_doubling(recorded: Path, tmp_path: Path) -> None:
+def test_between_log_steps_nothing_is_read_but_samples_ever_more_rarely(recorded: Path, tmp_path: Path) -> None:
     def reads(*callbacks: pl.Callback) -> list[int]:
-        options: dict[str, Any] = {"log_every_n_steps": 10, "default_root_dir": tmp_path}
+        options: dict[str, Any] = {"loader": data(160), "log_every_n_steps": 10, "default_root_dir": tmp_path}
         return reads_per_batch(lambda *counter: fit(Language(), *counter, *callbacks, **options))
 
     without, watched = reads(), reads(DivergenceMonitor(recorded, rule=RULE))
-    # log steps, and the samples 1, 2, 4, 8, ... of four in a batch
+    # log steps, and the samples whose hashes are kept, four in a batch; the last batch is not counted
     read_in = {batch for batch, (one, other) in enumerate(zip(without, watched, strict=True)) if one != other}
-    assert read_in == {9, 19, 29} | {0, 1, 3, 7, 15, 31}
+    assert read_in == {*range(9, 159, 10), *((position - 1) // 4 for position in probes(159 * 4))}
+    assert len(read_in) < 80
     assert reads(ReadsAlways()) != without, "a read would be seen"

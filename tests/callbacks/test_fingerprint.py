@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_mp.callbacks import fingerprint as fingerprint_module
 from lightning_mp.callbacks.fingerprint import Fingerprint, FingerprintMonitor, RunFingerprint, weights_fingerprint
-from tests.callbacks.language import Language, checkpoint, data, fit, resumable
+from tests.callbacks.language import Language, checkpoint, data, fit, probes, resumable
 
 
 def of(*values: Any, round_to: torch.dtype | None = None) -> str:
@@ -127,23 +127,46 @@ def test_where_a_batch_ends_does_not_matter(size: int) -> None:
     parts = [cut(whole, begin, min(begin + size, 64)) for begin in range(0, 64, size)]
     found = order(parts, [len(part["x"]) for part in parts])
     assert found == order([whole], [64])
-    assert list(found) == ["1", "2", "4", "8", "16", "32", "64"]
-    assert len(set(found.values())) == 7
+    assert list(found) == [str(position) for position in (*range(1, 33), *range(34, 65, 2))]
+    assert len(set(found.values())) == 48
 
 
-@pytest.mark.parametrize("position", [1, 2, 3, 4, 17, 31, 32])
+def test_32_samples_are_hashed_and_then_16_in_each_doubling() -> None:
+    found = order([torch.arange(1024)], [1024])
+    doublings = [*range(34, 65, 2), *range(68, 129, 4), *range(136, 257, 8), *range(272, 513, 16), *range(544, 1025, 32)]
+    assert [int(key) for key in found] == [*range(1, 33), *doublings]
+    assert probes(1024) == [int(key) for key in found], "other tests go by it"
+
+
+def test_a_hash_has_16_hexadecimal_digits() -> None:
+    for value in order([torch.arange(64)], [64]).values():
+        assert len(value) == 16
+        assert set(value) <= set("0123456789abcdef")
+
+
+@pytest.mark.parametrize("position", [1, 2, 3, 4, 17, 31, 32, 33, 34, 50, 63, 64])
 def test_another_order_shows_at_the_next_probe_and_not_before(position: int) -> None:
-    samples = torch.randperm(32, generator=torch.Generator().manual_seed(0))
+    samples = torch.randperm(64, generator=torch.Generator().manual_seed(0))
     moved = torch.cat([samples[: position - 1], samples[position - 1 :].roll(1)])
-    base, other = order([samples], [32]), order([moved], [32])
+    base, other = order([samples], [64]), order([moved], [64])
     unequal = [int(key) for key in base if base[key] != other[key]]
-    expected = [probe for probe in (1, 2, 4, 8, 16, 32) if probe >= position]
+    expected = [probe for probe in probes(64) if probe >= position]
     assert unequal == [probe for probe in expected if samples[probe - 1] != moved[probe - 1]]
-    assert unequal or position == 32
+    assert unequal or position == 64
+
+
+@pytest.mark.parametrize("position", [33, 65, 129, 1000, 4097, 9000, 16_385, 30_001])
+def test_a_change_of_order_in_the_middle_of_a_long_run_shows_before_the_run_is_7_percent_longer(position: int) -> None:
+    samples = torch.arange(1, 32_769)
+    changed = torch.cat([samples[: position - 1], -samples[position - 1 :]])
+    base, other = order([samples], [32_768]), order([changed], [32_768])
+    unequal = [int(key) for key in base if base[key] != other[key]]
+    assert position <= unequal[0] <= 1.07 * position
+    assert unequal == [int(key) for key in base if int(key) >= unequal[0]]
 
 
 def test_a_batch_of_unknown_size_is_one_sample() -> None:
-    assert order(["a", "b", "c", "d"], [None] * 4).keys() == {"1", "2", "4"}
+    assert order(["a", "b", "c", "d"], [None] * 4).keys() == {"1", "2", "3", "4"}
     assert order(["a", "b"], [None, None])["2"] != order(["a", "c"], [None, None])["2"]
 
 
@@ -160,6 +183,17 @@ def test_the_fingerprints_of_a_run_go_on_after_a_resume() -> None:
             second.add(batch, 3)
         assert second.data_order == order(batches, [3] * 12)
         assert second.weights == "abc"
+
+
+@pytest.mark.parametrize("end", [31, 32, 33, 63, 64, 65, 66, 67, 68, 131, 135, 136, 137, 500])
+def test_after_a_resume_the_probes_go_on_at_the_next_one(end: int) -> None:
+    samples = torch.arange(600)
+    first, second = RunFingerprint(), RunFingerprint()
+    first.add(samples[:end], end)
+    second.load_state_dict(first.state_dict())
+    second.add(samples[end:], 600 - end)
+    assert [int(key) for key in second.data_order] == probes(600)
+    assert second.data_order == order([samples], [600])
 
 
 def test_the_fingerprint_for_a_config_is_of_the_first_probes_and_complete_after_64_samples() -> None:

@@ -248,3 +248,13 @@ def test_monitors_are_what_was_asked_for() -> None:
     (only,) = monitors(speed=False, memory=False, loss_scale=False, fingerprints=False, gradients_every_n_steps=7)
     assert isinstance(only, lightning_mp.GradientRangeMonitor)
     assert only.every_n_steps == 7
+
+
+def test_monitors_with_a_baseline_end_with_a_divergence_monitor_of_these_settings() -> None:
+    *others, plain = monitors(baseline="b.json")
+    assert [type(monitor) for monitor in others] == [type(monitor) for monitor in monitors()]
+    assert isinstance(plain, lightning_mp.DivergenceMonitor)
+    assert (plain.on_divergence, plain.force) == ("warn", False)
+    forced = monitors(baseline=["a.json", "b.json"], on_divergence="stop", force=True)[-1]
+    assert isinstance(forced, lightning_mp.DivergenceMonitor)
+    assert (forced.on_divergence, forced.force) == ("stop", True)

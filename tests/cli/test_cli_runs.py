@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -233,6 +234,56 @@ def test_a_class_given_as_a_name_is_told_where_classes_go(run: Run, capsys: pyte
 
 def test_a_wrong_key_is_refused(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     assert "nonsense" in error_of(lambda: run("fit", "--trainer.nonsense=1"), capsys)
+
+
+# baselines
+
+
+def last_line(call: Callable[[], int], capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line that says why a command ended with status 2."""
+    capsys.readouterr()
+    assert call() == 2
+    lines = capsys.readouterr().err.splitlines()
+    (error,) = [line for line in lines if line.startswith("error: ")]
+    assert error == lines[-1]
+    assert not any("Traceback" in line for line in lines)
+    return error
+
+
+def test_a_baseline_that_is_missing_is_one_line(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "missing.json"
+    error = last_line(lambda: run("fit", f"--monitors.baseline={path}"), capsys)
+    assert error == f"error: {path}: there is no such file. Record a baseline with BaselineRecorder, or correct the path."
+
+
+def test_a_path_that_holds_a_finished_baseline_is_one_line(
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "b.json"
+    record = ["--trainer.callbacks+=lightning_mp.BaselineRecorder", f"--trainer.callbacks.path={path}"]
+    assert run("fit", *record) == 0
+    before = path.read_bytes()
+    error = last_line(lambda: run("fit", *record), capsys)
+    assert str(path) in error
+    assert "holds a finished baseline" in error
+    assert "overwrite=True" in error
+    assert path.read_bytes() == before
+
+
+def test_an_error_of_the_user_s_code_keeps_its_traceback(run: Run) -> None:
+    with pytest.raises(RuntimeError, match="mistake in bf16-master"):
+        run("fit", "--model.raise_in=bf16-master")
+
+
+def test_a_run_is_judged_by_a_baseline_and_forced_where_settings_differ(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "b.json"
+    record = ["--trainer.callbacks+=lightning_mp.BaselineRecorder", f"--trainer.callbacks.path={path}"]
+    assert run("fit", *record) == 0
+    for number, (force, is_refused) in enumerate([("false", True), ("true", False)], start=1):
+        judge = [f"--monitors.baseline={path}", f"--monitors.force={force}", "--model.lr=0.02"]
+        assert run("fit", *judge) == 0
+        verdict = tmp_path / "lightning_logs" / f"version_{number}" / "verdict.json"
+        assert (json.loads(verdict.read_text())["status"] == "NOT COMPARABLE") == is_refused
 
 
 # the program

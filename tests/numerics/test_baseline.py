@@ -207,8 +207,28 @@ def test_tokens_per_step_decide_where_samples_are_unknown() -> None:
 
 def test_another_data_order_is_not_paired_and_does_not_decide() -> None:
     other = run(data_order=ORDER | {"4": "x"})
-    assert [(d.text, d.decides) for d in differences(run(), other)] == [("the data order differs from sample 4 on", False)]
+    text = "the data order differs from one of the samples 3 to 4 on"
+    assert [(d.text, d.decides) for d in differences(run(), other)] == [(text, False)]
     assert not is_paired(run(), other)
+
+
+@pytest.mark.parametrize(
+    ("changes", "where"),
+    [
+        ({"1": "x", "8": "x"}, "sample 1"),
+        ({"2": "x"}, "sample 2"),
+        ({"4": "x", "8": "x"}, "one of the samples 3 to 4"),
+        ({"8": "x"}, "one of the samples 5 to 8"),
+    ],
+)
+def test_where_the_data_order_begins_to_differ_is_said_as_exactly_as_it_is_known(changes: dict[str, str], where: str) -> None:
+    (difference,) = differences(run(), run(data_order=ORDER | changes))
+    assert difference.text == f"the data order differs from {where} on"
+
+
+def test_a_position_that_only_one_run_knows_does_not_narrow_where_the_order_differs() -> None:
+    (difference,) = differences(run(), run(data_order={"1": "a", "3": "z", "8": "x"}))
+    assert difference.text == "the data order differs from one of the samples 2 to 8 on"
 
 
 @pytest.mark.parametrize("changes", [{"weights": None}, {"weights": "x"}, {"data_order": {}}, {"data_order": {"16": "z"}}])

@@ -7,6 +7,7 @@ import io
 import json
 import math
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -314,6 +315,99 @@ def test_an_alarm_that_has_recovered_is_said_and_not_held_against_the_run() -> N
     assert test.alarm is not None
     assert verdict.status == "MATCHES"
     assert "It has recovered since" in verdict.explanation
+
+
+def unfinished(status: Any, **settings: Any) -> Baseline:
+    (run,) = baseline_of(curve_of(1000)).runs
+    return Baseline((replace(run, status=status, settings=settings),), "fp32.json")
+
+
+@pytest.mark.parametrize("status", ["stopped", "recording"])
+@pytest.mark.parametrize(("gap", "otherwise"), [(0.0, "MATCHES"), (-0.05, "BETTER")])
+def test_a_baseline_that_is_not_finished_matches_nothing_unless_forced(status: str, gap: float, otherwise: str) -> None:
+    baseline = unfinished(status, max_steps=2000)
+    test = feed(DivergenceTest(baseline, paired_with=0, rule=FLAT), range(1, 1001), gap=gap)
+    verdict = test.verdict()
+    assert verdict.status == "INCONCLUSIVE"
+    cap = "The baseline is not a whole run: it ended at step 1,000 of 2,000. Record it to its end, or force the comparison."
+    assert cap in verdict.explanation
+    forced = test.verdict(force=True)
+    assert forced.status == otherwise
+    assert "not a whole run" not in forced.explanation
+    assert (verdict.gap, verdict.interval) == (forced.gap, forced.interval)
+
+
+@pytest.mark.parametrize("settings", [{}, {"max_steps": -1}])
+def test_without_a_planned_end_only_the_last_step_of_an_unfinished_baseline_is_named(settings: dict[str, Any]) -> None:
+    test = feed(DivergenceTest(unfinished("stopped", **settings), paired_with=0), range(1, 1001))
+    assert "it ended at step 1,000. Record it" in test.verdict().explanation
+
+
+def test_a_run_that_is_worse_than_an_unfinished_baseline_has_diverged() -> None:
+    verdict = feed(DivergenceTest(unfinished("stopped"), paired_with=0, rule=FLAT), range(1, 1001), gap=0.05).verdict()
+    assert verdict.status == "DIVERGED"
+    assert "not a whole run" not in verdict.explanation
+
+
+@pytest.mark.parametrize(("paired_with", "status"), [(0, "MATCHES"), (1, "INCONCLUSIVE"), (None, "INCONCLUSIVE")])
+def test_of_several_seeds_the_one_that_the_run_is_paired_with_has_to_be_finished_and_all_if_there_is_none(
+    paired_with: int | None, status: str
+) -> None:
+    runs = baseline_of(*(curve_of(1000, seed=seed, sd=0.001) for seed in range(5))).runs
+    baseline = Baseline((runs[0], replace(runs[1], status="stopped"), *runs[2:]), "fp32.json")
+    test = feed(DivergenceTest(baseline, paired_with=paired_with, rule=FLAT), range(1, 1001), seed=99, sd=0.001)
+    assert test.verdict().status == status
+    assert ("The baseline is not a whole run" in test.verdict().explanation) == (status == "INCONCLUSIVE")
+    assert test.verdict(force=True).status == "MATCHES"
+
+
+@pytest.mark.parametrize(
+    ("gap", "steps", "status"), [(0.05, 1000, "DIVERGED"), (0.0, 500, "INCONCLUSIVE"), (0.0, 1000, "MATCHES")]
+)
+def test_the_explanation_says_what_differs_where_the_run_does_not_match(gap: float, steps: int, status: str) -> None:
+    test = feed(DivergenceTest(baseline_of(curve_of(1000)), paired_with=0, rule=FLAT), range(1, steps + 1), gap=gap)
+    beside = [Difference("seed", "the seed is 2, the baseline's 1", False), Difference("device", "the device is x", False)]
+    verdict = test.verdict(differences=beside)
+    assert verdict.status == status
+    said = "What differs: the seed is 2, the baseline's 1; the device is x."
+    assert (said in verdict.explanation) == (status != "MATCHES")
+    assert "What differs" not in test.verdict().explanation
+
+
+def test_what_would_decide_is_named_among_what_differs_when_it_is_forced() -> None:
+    test = feed(DivergenceTest(baseline_of(curve_of(1000)), paired_with=0, rule=FLAT), range(1, 1001), gap=0.05)
+    found = [Difference("data", "the dataset is x", True), Difference("seed", "the seed is 2", False)]
+    forced = test.verdict(differences=found, force=True)
+    assert forced.status == "DIVERGED"
+    assert "What differs: the dataset is x; the seed is 2." in forced.explanation
+    refused = test.verdict(differences=found)
+    assert refused.status == "NOT COMPARABLE"
+    assert "What differs" not in refused.explanation
+
+
+@pytest.mark.parametrize("gap", [1e-6, -1e-6])
+def test_a_gap_that_rounds_to_zero_has_no_sign(gap: float) -> None:
+    test = feed(DivergenceTest(baseline_of(curve_of(1000)), paired_with=0, rule=FLAT), range(1, 1001), gap=gap)
+    explanation = test.verdict().explanation
+    assert "the loss is 0.0000 from the baseline's, 95% interval 0.0000 to 0.0000; the margin is 0.0100." in explanation
+
+
+@pytest.mark.parametrize(("gap", "where"), [(0.05, "just before step 20"), (1.05 * MARGIN, "where the gap begins to grow")])
+def test_the_advice_after_a_divergence_says_where_to_look_and_what_to_try(gap: float, where: str) -> None:
+    test = feed(DivergenceTest(baseline_of(curve_of(1000)), paired_with=0, rule=FLAT), range(1, 1001), gap=gap)
+    verdict = test.verdict()
+    assert (verdict.status, verdict.alarm is None) == ("DIVERGED", gap < 0.05)
+    assert f"Compare the runs {where}: gradients, stalled parameters, data." in verdict.explanation
+    assert "If only the precision differs, keep fp32 masters, keep more modules in fp32" in verdict.explanation
+
+
+def test_a_pair_that_is_too_noisy_is_told_what_would_have_less_noise() -> None:
+    test = DivergenceTest(baseline_of(curve_of(1000, seed=1, sd=0.01)), paired_with=0, rule=FLAT)
+    verdict = feed(test, range(1, 1001), gap=MARGIN, seed=2, sd=0.01).verdict()
+    assert verdict.status == "INCONCLUSIVE"
+    assert verdict.smallest_visible_gap is not None
+    visible = f"Only a gap of {verdict.smallest_visible_gap:.4f} or more would have been seen."
+    assert f"{visible} A longer run or a larger batch has less noise." in verdict.explanation
 
 
 def test_the_lag_is_skipped_steps_times_the_slope() -> None:

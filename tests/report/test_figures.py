@@ -243,6 +243,13 @@ def test_a_precision_has_its_colour_in_every_story_and_each_run_a_marker_of_its_
     assert len({style.marker for style in one}) == 4
 
 
+def test_runs_of_unknown_precision_have_colours_of_their_own():
+    runs = [RunStory("a", "unknown"), RunStory("b", "unknown"), RunStory("32-true", "unknown"), RunStory("c", "32-true")]
+    found = styles(examples.story_of(*runs))
+    assert len({style.accent for style in found}) == 4
+    assert found[3].accent == styles(examples.story_of(RunStory("d", "32-true")))[0].accent
+
+
 def test_twelve_runs_can_be_told_apart_without_colours():
     assert len({style.marker for style in styles(STORIES["twelve_runs"])}) == 12
 

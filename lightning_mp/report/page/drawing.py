@@ -31,7 +31,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator
 
 from lightning_mp.report.page.palette import ACCENT_OF, ACCENTS, PARTS
 from lightning_mp.report.page.wording import MINUS, UNKNOWN, compact, number, shortened
-from lightning_mp.report.story import RunStory, Series, Story
+from lightning_mp.report.story import UNKNOWN_PRECISION, RunStory, Series, Story
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 #: The most rows of the table behind a curve.
@@ -161,12 +161,13 @@ Styled = tuple[RunStory, Style]
 def styles(story: Story) -> list[Style]:
     """The style of each run, in order."""
     free = [n for n in range(ACCENTS) if n not in ACCENT_OF.values()] + list(range(1, ACCENTS))
-    accents = dict(ACCENT_OF)
+    accents = {(precision, ""): accent for precision, accent in ACCENT_OF.items()}
     found = []
     for index, run in enumerate(story.runs):
-        if run.precision not in accents:
-            accents[run.precision] = free[(len(accents) - len(ACCENT_OF)) % len(free)]
-        found.append(Style(run.name, f"accent-{accents[run.precision]}", _MARKERS[index % len(_MARKERS)]))
+        key = (run.precision, run.name if run.precision == UNKNOWN_PRECISION else "")
+        if key not in accents:
+            accents[key] = free[(len(accents) - len(ACCENT_OF)) % len(free)]
+        found.append(Style(run.name, f"accent-{accents[key]}", _MARKERS[index % len(_MARKERS)]))
     return found
 
 

@@ -42,7 +42,7 @@ from lightning_mp.report.saved.run import (
     text,
     verdict_from,
 )
-from lightning_mp.report.story import RunStory, Series
+from lightning_mp.report.story import UNKNOWN_PRECISION, RunStory, Series
 
 RATE = "throughput/tokens_per_s"
 STEP_TIME = "throughput/step_time_ms"
@@ -69,7 +69,6 @@ MONITORED = (
     UPDATES_LOST,
 )
 PEAK_LABELS = {RUN_PEAK: "peak memory", PEAK: "peak memory", PEAK_RSS: "peak resident memory of the process"}
-UNKNOWN = "unknown"
 _LARGEST_YAML = 2**20  # bytes
 
 
@@ -88,7 +87,7 @@ def read_csv_log(path: Path) -> SavedRun:
     folder = path.resolve().parent
     notes: list[str] = []
     settings = _yaml(folder / "hparams.yaml", notes)
-    precision = _precision(settings) or _precision(_yaml(folder / "config.yaml", notes).get("trainer")) or UNKNOWN
+    precision = _precision(settings) or _precision(_yaml(folder / "config.yaml", notes).get("trainer")) or UNKNOWN_PRECISION
     name = folder.name if path.name == "metrics.csv" else path.stem
     if path.name == "metrics.csv" and (name.startswith("version_") or name == "metrics"):
         name = f"{folder.parent.name}/{name}"

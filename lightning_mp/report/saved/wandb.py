@@ -28,7 +28,6 @@ from lightning_mp.report.saved.log import (
     PEAK_RSS,
     RATE,
     SKIPPED,
-    UNKNOWN,
     Columns,
     curve_of,
     judged,
@@ -49,7 +48,7 @@ from lightning_mp.report.saved.run import (
     texts,
     whole,
 )
-from lightning_mp.report.story import STATUSES, Exponents, RunStory
+from lightning_mp.report.story import STATUSES, UNKNOWN_PRECISION, Exponents, RunStory
 
 EXPONENTS = "gradients/exponents"
 
@@ -94,7 +93,7 @@ def read_wandb(path: Path) -> SavedRun:
 def _saved_offline(path: Path, offline: _Offline, curve: LossCurve, columns: Columns) -> SavedRun:
     ours = mapping(offline.config.get("lightning_mp"), "config.lightning_mp")
     described = {**offline.config, **ours}
-    precision = text(described, "precision") or UNKNOWN
+    precision = text(described, "precision") or UNKNOWN_PRECISION
     name = text(offline.run, "display_name") or text(offline.run, "run_id") or path.stem
     saved = log_run(name, str(path.resolve().parent), precision, curve, columns)
     story = saved.story
