@@ -100,8 +100,8 @@ def _sections(comparison: Comparison) -> list[list[tuple[str, Cell]]]:
             (f"tail loss - {REFERENCE}", relative("tail_loss_gap", "{:+.4f}")),
         ],
         # the sentences below the table say it, too; a wide table has no room for words
-        [("verdict", _verdict_cell)] if len(comparison.results) <= WORDY_COLUMNS else [],
         [
+            *([("verdict", _verdict_cell)] if len(comparison.results) <= WORDY_COLUMNS else []),
             ("  gap to the baseline", verdict("gap", "{:+.4f}")),
             ("  smallest visible gap", verdict("smallest_visible_gap", "{:.4f}")),
         ],

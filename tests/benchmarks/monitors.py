@@ -86,9 +86,14 @@ class Tiny(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-4, fused=True)
 
 
-def fit(module: L.LightningModule, data: Any, steps: int, with_monitors: bool, starts: Starts) -> None:
+def empty() -> list[Callback]:
+    """As many callbacks as there are monitors, that do nothing."""
+    return [type(f"Empty{index}", (Callback,), {})() for index in range(len(monitors()))]
+
+
+def fit(module: L.LightningModule, data: Any, steps: int, measuring: list[Callback], starts: Starts) -> None:
     with tempfile.TemporaryDirectory() as root:
-        callbacks = [*(monitors() if with_monitors else []), starts]
+        callbacks = [*measuring, starts]
         trainer = Trainer(
             precision_plugin="bf16-master", max_steps=steps + WARM_UP, callbacks=callbacks, accelerator="auto", devices=1,
             limit_val_batches=0, logger=CSVLogger(root), enable_checkpointing=False,
@@ -100,15 +105,15 @@ def fit(module: L.LightningModule, data: Any, steps: int, with_monitors: bool, s
 def byte_gpt(steps: int, with_monitors: bool) -> float:
     L.seed_everything(0, verbose=False)
     starts = Starts()
-    fit(ByteGPT(lr=1e-4), ByteText(), steps, with_monitors, starts)
+    fit(ByteGPT(lr=1e-4), ByteText(), steps, monitors() if with_monitors else [], starts)
     return statistics.median(starts.steps_ms)
 
 
-def tiny(steps: int) -> tuple[list[float], list[float]]:
+def tiny(steps: int, measuring: list[Callback]) -> tuple[list[float], list[float]]:
     L.seed_everything(0, verbose=False)
     data = TensorDataset(torch.randn(8 * (steps + WARM_UP + 1), 64))
     starts = Alternates()
-    fit(Tiny(), DataLoader(data, batch_size=8), steps, True, starts)
+    fit(Tiny(), DataLoader(data, batch_size=8), steps, measuring, starts)
     return starts.by_place_ms()
 
 
@@ -135,12 +140,13 @@ def main() -> None:
         f"byte-GPT, median step {statistics.median(times):9.3f} ms without monitors; with them"
         f" {statistics.median(ratios):6.3f}x   by round: {' '.join(f'{ratio:.3f}' for ratio in ratios)}"
     )
-    with_them, without = tiny(arguments.tiny_steps)
-    added = [(a - b) * 1e3 for a, b in zip(with_them, without, strict=True)]
-    print(
-        f"tiny, mean step       {statistics.fmean(without):9.3f} ms without monitors; with them {statistics.fmean(added):+6.1f}"
-        f" us: {statistics.median(added):+.1f} us at most steps, {max(added):+.0f} us at the costliest of {BLOCK}"
-    )
+    for name, make in (("the monitors", monitors), ("as many empty callbacks", empty), ("the monitors", monitors)):
+        with_them, without = tiny(arguments.tiny_steps, make())
+        added = [(a - b) * 1e3 for a, b in zip(with_them, without, strict=True)]
+        print(
+            f"tiny, mean step {statistics.fmean(without):6.3f} ms; {name} add {statistics.fmean(added):+6.1f} us:"
+            f" {statistics.median(added):+.1f} us at most steps, {max(added):+.0f} us at the costliest of {BLOCK}"
+        )
 
 
 if __name__ == "__main__":
