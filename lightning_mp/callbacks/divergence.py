@@ -208,8 +208,8 @@ class DivergenceMonitor(Monitor):
         if unfinished and not self.force:
             steps = ", ".join(f"{run.curve.last_step:,}" for run in unfinished)
             rank_zero_warn(
-                f"The baseline {baseline.source} is not finished: recording ended at step {steps}. So the verdict will not be"
-                " MATCHES. Record it to its end, or pass force=True."
+                f"The baseline {baseline.source} is not finished: recording ended at step {steps}. So the verdict cannot be"
+                " MATCHES, unless the run pairs with a finished one. Record it to its end, or pass force=True."
             )
         if others:
             rank_zero_warn(f"The baseline {baseline.source} was not recorded in fp32, but under {', '.join(sorted(others))}.")

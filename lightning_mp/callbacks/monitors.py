@@ -33,7 +33,7 @@ def monitors(
         gradients: :class:`~lightning_mp.GradientRangeMonitor`: underflow, and the updates that masters save.
         gradients_every_n_steps: how often gradients are sampled.
         fingerprints: :class:`~lightning_mp.callbacks.fingerprint.FingerprintMonitor`: hashes of the run's initial weights and
-            first batches, for the config of Weights & Biases; reads all weights once.
+            order of data, for the config of Weights & Biases; reads all weights once.
         baseline: a file of a :class:`~lightning_mp.BaselineRecorder`, or several: adds a
             :class:`~lightning_mp.DivergenceMonitor`.
         on_divergence: what that does when the run diverges: "warn" says so; "stop" also ends training; "raise" raises an error;

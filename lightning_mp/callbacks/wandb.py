@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,6 @@ PREFIX = "wandb:"
 CACHE_VARIABLE = "LIGHTNING_MP_CACHE"
 STEP = "trainer/global_step"
 COLUMNS = ("end", "candidate", "baseline", "gap", "margin", "evidence", "band_low", "band_high")
-_INSPECT_TIMEOUT_S = 600
 
 
 # --- pictures ----------------------------------------------------------------------------------------------------------------
@@ -154,19 +153,40 @@ def offline_history(path: str | os.PathLike[str]) -> Iterable[Mapping[str, Any]]
     Raises:
         BaselineError: wandb cannot read the file.
     """
-    # the format is wandb's own, and this command is the reader that it offers
+    return (record["history"]["item"] for record in offline_records(path) if record.get("type") == "history")
+
+
+def offline_records(path: str | os.PathLike[str]) -> Iterator[Mapping[str, Any]]:
+    """The records of an offline run's file, in order. The format is wandb's own, so its own reader reads it, in a process.
+
+    Raises:
+        BaselineError: it cannot.
+    """
     command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(path)]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=_INSPECT_TIMEOUT_S, check=False)
-    if found.returncode != 0:
-        reason = (found.stderr.strip() or found.stdout.strip()).splitlines()[-1:]
-        raise BaselineError(f"{path}: wandb cannot read it ({' '.join(reason) or 'no reason given'}); is it a .wandb file?")
-    records = (json.loads(line) for line in found.stdout.splitlines())
-    return [record["history"]["item"] for record in records if record.get("type") == "history"]
+    with (
+        tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors,
+        subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors, encoding="utf-8") as process,
+    ):
+        assert process.stdout is not None
+        try:
+            for line in process.stdout:
+                record = json.loads(line)
+                if isinstance(record, dict):
+                    yield record
+            code = process.wait()
+        except ValueError as error:
+            raise BaselineError(f"{path}: wandb's reader printed what is no record ({error}). Is it a .wandb file?") from error
+        finally:
+            process.kill()
+        errors.seek(0)
+        reason = errors.read().strip().splitlines()[-1:] or ["no reason given"]
+    if code != 0:
+        raise BaselineError(f"{path}: wandb cannot read it ({reason[0]}). Give the .wandb file of a run.")
 
 
 def _write_history(rows: Iterable[Mapping[str, Any]], path: Path) -> None:
     """Write the numbers of a history as a CSV like that of Lightning's ``CSVLogger``, whose steps count from 0."""
-    kept = [(row.get(STEP), row["_step"], {name: row[name] for name in row if _is_number(row[name])}) for row in rows]
+    kept = [(row.get(STEP), row["_step"], {name: row[name] for name in row if is_number(row[name])}) for row in rows]
     has_steps = any(step is not None for step, _, _ in kept)
     # without Lightning's steps there are wandb's own, which whoever logs by optimizer steps counts from 1
     first = 0 if has_steps else min((own for _, own, _ in kept), default=0)
@@ -185,6 +205,6 @@ def _write_history(rows: Iterable[Mapping[str, Any]], path: Path) -> None:
     partial.replace(path)
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
     """Whether the value is a number; wandb writes those that JSON does not have as texts."""
     return (isinstance(value, int | float) and not isinstance(value, bool)) or value in ("NaN", "Infinity", "-Infinity")

@@ -447,7 +447,9 @@ class DivergenceTest:
         status, sentences = self._judgement(tail, estimate, margin, list(differences), force)
         lag = self._lag(tail, skipped_steps)
         if lag is not None and skipped_steps:
-            sentences.append(f"The lag of {skipped_steps} skipped steps explains {lag:.4f} of the gap.")
+            sentences.append(
+                f"Skipped steps ({skipped_steps}) put the run behind; at the baseline's slope there that is {lag:.4f} of loss."
+            )
         beside = [difference.text for difference in differences if not difference.decides or force]
         if beside and status in ("DIVERGED", "INCONCLUSIVE"):
             sentences.append(f"What differs: {'; '.join(beside)}.")

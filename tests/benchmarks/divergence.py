@@ -37,8 +37,8 @@ class StandIn(SimpleNamespace):
         parameter = torch.nn.Parameter(torch.zeros(()))
         super().__init__(
             global_step=0, world_size=1, is_global_zero=True, accumulate_grad_batches=1, log_every_n_steps=LOG_EVERY,
-            fast_dev_run=False, optimizers=[torch.optim.AdamW([parameter], lr=1e-3)], logger=None, loggers=[], log_dir=str(folder),
-            default_root_dir=str(folder), gradient_clip_val=None, estimated_stepping_batches=float("inf"),
+            fast_dev_run=False, optimizers=[torch.optim.AdamW([parameter], lr=1e-3)], logger=None, loggers=[],
+            log_dir=str(folder), default_root_dir=str(folder), gradient_clip_val=None, estimated_stepping_batches=float("inf"),
             precision_plugin=SimpleNamespace(precision="32-true", convert_module=lambda module: module),
             train_dataloader=None, strategy=SimpleNamespace(root_device=device, broadcast=lambda value: value),
             fit_loop=SimpleNamespace(epoch_loop=SimpleNamespace(_batches_that_stepped=0)), max_steps=-1, max_epochs=None,

@@ -419,7 +419,7 @@ def test_the_lag_is_skipped_steps_times_the_slope() -> None:
         test.add(step, 10.0 - step / 1000)
     verdict = test.verdict(skipped_steps=7)
     assert verdict.lag_explained == pytest.approx(0.007)
-    assert "7 skipped steps explains 0.0070" in verdict.explanation
+    assert "(7) put the run behind; at the baseline's slope there that is 0.0070" in verdict.explanation
 
 
 def test_the_quantiles_of_students_t_are_those_of_the_tables() -> None:

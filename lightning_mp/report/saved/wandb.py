@@ -7,18 +7,15 @@ Its history is written as a CSV file like that of Lightning's `CSVLogger` first,
 from __future__ import annotations
 
 import csv
-import json
 import statistics
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from lightning_mp.callbacks.wandb import STEP
-from lightning_mp.numerics.baseline import LOSS_COLUMNS
+from lightning_mp.callbacks.wandb import STEP, is_number, offline_records
+from lightning_mp.numerics.baseline import LOSS_COLUMNS, BaselineError
 from lightning_mp.numerics.curve import LossCurve
 from lightning_mp.report.saved.log import (
     BYTES_PER_PARAMETER,
@@ -170,7 +167,7 @@ def _write_table(path: Path, table: Path) -> _Offline:
                 found.exit_code = int(number(body, "exit_code") or 0)
             elif kind == "history":
                 item = mapping(body.get("item"), "history")
-                row = {name: item[name] for name in names[1:] if _is_number(item.get(name))}
+                row = {name: item[name] for name in names[1:] if is_number(item.get(name))}
                 found.losses.update(row.keys() & set(LOSS_COLUMNS))
                 found.exponents = _exponents(item) or found.exponents
                 if not row:
@@ -191,32 +188,10 @@ def _updates(body: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _records(path: Path) -> Iterator[Mapping[str, Any]]:
-    """The records of an offline run's file, in order, as wandb's own reader prints them."""
-    command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(path)]
-    with (
-        tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors,
-        subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors, encoding="utf-8") as process,
-    ):
-        assert process.stdout is not None
-        try:
-            for line in process.stdout:
-                record = json.loads(line)
-                if isinstance(record, dict):
-                    yield record
-            code = process.wait()
-        except ValueError as error:
-            raise SourceError(f"{path}: wandb's reader printed what is no record ({error}). Is it a .wandb file?") from error
-        finally:
-            process.kill()
-        errors.seek(0)
-        reason = errors.read().strip().splitlines()[-1:] or ["no reason given"]
-    if code != 0:
-        raise SourceError(f"{path}: wandb cannot read it ({reason[0]}). Give the .wandb file of a run.")
-
-
-def _is_number(value: Any) -> bool:
-    """Whether the value is a number; wandb writes those that JSON does not have as texts."""
-    return (isinstance(value, int | float) and not isinstance(value, bool)) or value in ("NaN", "Infinity", "-Infinity")
+    try:
+        yield from offline_records(path)
+    except BaselineError as error:
+        raise SourceError(str(error)) from error
 
 
 def _exponents(item: Mapping[str, Any]) -> Exponents | None:
