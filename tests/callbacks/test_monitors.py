@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import sys
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,12 +15,14 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint, RichProgressBar
 from lightning.pytorch.loggers import CSVLogger, WandbLogger
+from lightning.pytorch.profilers import PassThroughProfiler
 from torch import nn
 from torch.utils.data import DataLoader
 
 import lightning_mp
 from lightning_mp import DynamicLossScale, MasterWeightPrecision, Trainer, monitors
 from lightning_mp.callbacks.fingerprint import weights_fingerprint
+from lightning_mp.callbacks.publish import BATCH_HOOKS, Monitor
 from tests.callbacks.stand_ins import Rows
 
 sys.path.append(str(Path(__file__).parents[1] / "report"))
@@ -258,3 +262,87 @@ def test_monitors_with_a_baseline_end_with_a_divergence_monitor_of_these_setting
     forced = monitors(baseline=["a.json", "b.json"], on_divergence="stop", force=True)[-1]
     assert isinstance(forced, lightning_mp.DivergenceMonitor)
     assert (forced.on_divergence, forced.force) == ("stop", True)
+
+
+# --- one call for several monitors -----------------------------------------------------------------------------------------
+
+
+class Counts(Monitor):
+    """How often it was called for each batch, and whether it had hooks of its own then."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.hidden: set[bool] = set()
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.calls.append("start")
+
+    def on_before_optimizer_step(self, *_: Any) -> None:
+        self.calls.append("step")
+
+    def batch_end(self, *_: Any) -> None:
+        self.calls.append("end")
+        self.hidden.add(self.__dict__.get("on_before_zero_grad", self) is None)
+
+
+class Other(Callback):
+    """Not a monitor; notes what it finds its neighbours to have done by then."""
+
+    def __init__(self, before: Counts, after: Counts) -> None:
+        self.before, self.after = before, after
+        self.found: list[tuple[int, int]] = []
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.found.append((self.before.calls.count("start"), self.after.calls.count("start")))
+
+
+class Second(Counts):
+    """Lightning wants one callback of a class."""
+
+
+class Third(Counts):
+    pass
+
+
+def test_neighbouring_monitors_are_called_once_for_each_batch_in_their_places() -> None:
+    first, second, third = Counts(), Second(), Third()
+    other = Other(second, third)
+    names: list[str] = []
+
+    class Notes(PassThroughProfiler):
+        def start(self, action_name: str) -> None:
+            names.append(action_name)
+
+        @contextmanager
+        def profile(self, action_name: str) -> Any:
+            names.append(action_name)
+            yield
+
+    trainer = Trainer(
+        precision_plugin="bf16-master", accelerator="cpu", logger=False, callbacks=[first, second, other, third],
+        enable_checkpointing=False, enable_model_summary=False, enable_progress_bar=False, max_epochs=1, profiler=Notes(),
+    )  # fmt: skip
+    trainer.fit(Tokens(), data())
+    batches = trainer.global_step
+    for monitor in (first, second, third):
+        assert monitor.calls == ["start", "step", "end"] * batches
+        assert monitor.hidden == {True}  # empty hooks are passed over
+        assert not set(BATCH_HOOKS) & set(vars(monitor)), "after the fit each has its own hooks"
+    assert other.found == [(index + 1, index) for index in range(batches)]  # a callback between them keeps its place
+    called = [name for name in names if name.endswith("on_train_batch_end") and "Callback" in name]
+    assert sum("Counts" in name for name in called) == sum("Third" in name for name in called) == batches
+    assert not any("Second" in name for name in called)
+
+
+def test_a_copy_made_during_a_fit_has_its_own_hooks() -> None:
+    class Copies(Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            self.copy = copy.deepcopy(trainer.callbacks[0])
+
+    copies = Copies()
+    trainer = Trainer(
+        precision_plugin="bf16-master", accelerator="cpu", logger=False, callbacks=[Counts(), Second(), copies],
+        enable_checkpointing=False, enable_model_summary=False, enable_progress_bar=False, max_steps=2,
+    )  # fmt: skip
+    trainer.fit(Tokens(), data())
+    assert not set(BATCH_HOOKS) & set(vars(copies.copy))
