@@ -13,7 +13,6 @@ import torch
 import yaml
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, WandbLogger
-from lightning.pytorch.loggers.logger import Logger
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -24,7 +23,7 @@ from lightning_mp.callbacks.publish import describe
 from lightning_mp.numerics.baseline import read_baseline
 from lightning_mp.numerics.divergence import Rule
 from tests.callbacks.language import Language, checkpoint, data, fit, losses_of, resumable
-from tests.callbacks.stand_ins import Rows
+from tests.callbacks.stand_ins import Rows, WatchedWandb
 from tests.modules import QUIET
 
 sys.path.append(str(Path(__file__).parent / "report"))
@@ -171,29 +170,6 @@ def test_f4_a_rank_other_than_0_leaves_its_experiment_and_the_files_alone(
 ) -> None:
     touched: list[str] = []
 
-    class Experiment:
-        """Tells what was asked of it, and does nothing."""
-
-        def __getattr__(self, name: str) -> Any:
-            if not name.startswith("__"):
-                touched.append(name)
-            return lambda *args, **kwargs: None
-
-        config = summary = property(lambda self: (touched.append("config or summary"), {})[1])
-
-    class Wandb(WandbLogger):
-        """As Lightning's, without a run."""
-
-        def __init__(self) -> None:
-            Logger.__init__(self)
-
-        def ignore(self, *args: Any, **kwargs: Any) -> None:
-            """What WandbLogger does on other ranks."""
-
-        experiment = property(lambda self: Experiment())
-        name = version = save_dir = None  # type: ignore[assignment]
-        log_metrics = log_hyperparams = save = finalize = after_save_checkpoint = ignore
-
     found = []
     for rank in (0, 1):
         touched.clear()
@@ -202,7 +178,7 @@ def test_f4_a_rank_other_than_0_leaves_its_experiment_and_the_files_alone(
         recorder, monitor = BaselineRecorder(folder / "b.json"), watching(recorded, folder, on_divergence="alert")
         if rank:  # it is told by rank 0
             monkeypatch.setattr("lightning_mp.callbacks.divergence.on_all_ranks", lambda trainer, check: check())
-        trainer = fit(Worse(), recorder, monitor, logger=Wandb())
+        trainer = fit(Worse(), recorder, monitor, logger=WatchedWandb(touched))
         found.append((set(touched), folder.exists(), set(trainer.callback_metrics)))
     assert {"alert", "log", "config or summary"} <= found[0][0]
     assert found[1][:2] == (set(), False)

@@ -16,7 +16,6 @@ import yaml
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, WandbLogger
-from lightning.pytorch.loggers.logger import Logger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -32,7 +31,7 @@ from lightning_mp import (
 )
 from lightning_mp.callbacks.publish import describe
 from lightning_mp.callbacks.run_recorder import RunRecorder
-from tests.callbacks.stand_ins import Rows
+from tests.callbacks.stand_ins import Rows, WatchedWandb
 from tests.modules import QUIET
 
 sys.path.append(str(Path(__file__).parent / "report"))
@@ -300,29 +299,6 @@ def test_f1_one_trainer_with_a_new_run_for_each_fit_defines_and_describes_each(o
 def test_f4_a_rank_other_than_0_leaves_its_experiment_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     touched: list[str] = []
 
-    class Experiment:
-        """Tells what was asked of it, and does nothing."""
-
-        def __getattr__(self, name: str) -> Any:
-            if not name.startswith("__"):
-                touched.append(name)
-            return lambda *args, **kwargs: None
-
-        config = summary = property(lambda self: (touched.append("config or summary"), {})[1])
-
-    class Wandb(WandbLogger):
-        """As Lightning's, without a run."""
-
-        def __init__(self) -> None:
-            Logger.__init__(self)
-
-        def ignore(self, *args: Any, **kwargs: Any) -> None:
-            """What WandbLogger does on other ranks."""
-
-        experiment = property(lambda self: Experiment())
-        name = version = save_dir = None  # type: ignore[assignment]
-        log_metrics = log_hyperparams = save = finalize = after_save_checkpoint = ignore
-
     class Overflows(Words):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             loss = super().training_step(batch, batch_idx)
@@ -334,7 +310,7 @@ def test_f4_a_rank_other_than_0_leaves_its_experiment_alone(monkeypatch: pytest.
         touched.clear()
         scale = DynamicLossScale(init_scale=32.0, min_scale=16.0)
         plugin = MasterWeightPrecision("16-master", loss_scale=scale)
-        trainer = make(plugin, logger=Wandb(), log_every_n_steps=1)
+        trainer = make(plugin, logger=WatchedWandb(touched), log_every_n_steps=1)
         trainer.fit(Overflows(), words())
         return trainer
 

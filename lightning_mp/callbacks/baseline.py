@@ -14,14 +14,12 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
-from torch.optim import Optimizer
 
-from lightning_mp.callbacks.publish import Monitor
-from lightning_mp.callbacks.recorded_run import FULL_PRECISIONS, RecordedRun, published_numbers
+from lightning_mp.callbacks.recorded_run import FULL_PRECISIONS, RecordedRun, RecordingMonitor, published_numbers
 from lightning_mp.numerics.baseline import Baseline, BaselineError, Status, read_baseline, write_baseline
 
 
-class BaselineRecorder(Monitor):
+class BaselineRecorder(RecordingMonitor):
     """Saves the true training loss of a run, and what decides whether another run can be compared with it, in one JSON file.
 
     The file holds the loss against steps, samples and tokens (thinned to at most 4096 points, each a mean), validation metrics,
@@ -71,6 +69,7 @@ class BaselineRecorder(Monitor):
         data: str | None = None,
         save_every_s: float = 30.0,
     ) -> None:
+        super().__init__()
         self.path = Path(path)
         if self.path.suffix != ".json":
             raise ValueError(f"path={str(path)!r} must end in .json, as a baseline is a JSON file.")
@@ -83,8 +82,6 @@ class BaselineRecorder(Monitor):
         self.validation_metrics = None if validation_metrics is None else tuple(validation_metrics)
         self.data = data
         self.save_every_s = save_every_s
-        self._run = RecordedRun()
-        self._is_active = False
         self._is_over = False  # training came to its end, whatever happens then
         self._last_write: float | None = None
         self._failure: Exception | None = None  # of the last attempt at writing
@@ -177,16 +174,6 @@ class BaselineRecorder(Monitor):
 
     # --- training ----------------------------------------------------------------------------------------------------------
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Look at the batch before the module does."""
-        if self._is_active:
-            self._run.batch_start(trainer, batch)
-
-    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        """Take the learning rate that is used."""
-        if self._is_active:
-            self._run.note_learning_rate(trainer)
-
     def batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any) -> None:
         """Take the loss; at log steps read what is unread, and write the file if it is time."""
         if self._is_active and self._run.batch_end(trainer, pl_module, outputs):
@@ -253,15 +240,6 @@ class BaselineRecorder(Monitor):
             if self._run.curve.last_step and self._last_write is not None and not self._is_over:
                 self._write(trainer, "stopped")
             self._leave(trainer)
-
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Leave trainer and plugin as they were."""
-        if self._is_active:
-            self._leave(trainer)
-
-    def _leave(self, trainer: Trainer) -> None:
-        self._is_active = False
-        self._run.leave(trainer)
 
     # --- the file ----------------------------------------------------------------------------------------------------------
 

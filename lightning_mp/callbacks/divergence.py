@@ -12,11 +12,10 @@ from typing import Any, Literal, TypeAlias, get_args
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
-from torch.optim import Optimizer
 
 from lightning_mp.callbacks.baseline import check_name_of_data, is_alone, on_all_ranks
-from lightning_mp.callbacks.publish import AXIS, Monitor, alert, publish, update_summary
-from lightning_mp.callbacks.recorded_run import RecordedRun
+from lightning_mp.callbacks.publish import AXIS, alert, publish, update_summary
+from lightning_mp.callbacks.recorded_run import RecordedRun, RecordingMonitor
 from lightning_mp.callbacks.speed import SpeedMonitor
 from lightning_mp.callbacks.step_loss import StepLoss
 from lightning_mp.callbacks.wandb import PREFIX as WANDB
@@ -55,7 +54,7 @@ class DivergenceError(RuntimeError):
     """
 
 
-class DivergenceMonitor(Monitor):
+class DivergenceMonitor(RecordingMonitor):
     """Watches whether a run diverges from a saved baseline: an alarm while it trains, a verdict when it ends.
 
     The rule is that of :mod:`lightning_mp.numerics.divergence`; the loss is that of :mod:`lightning_mp.callbacks.step_loss`. It
@@ -142,6 +141,7 @@ class DivergenceMonitor(Monitor):
         path: str | os.PathLike[str] | None = None,
         data: str | None = None,
     ) -> None:
+        super().__init__()
         if on_divergence not in ACTIONS:
             raise ValueError(f"on_divergence={on_divergence!r} is none of {', '.join(map(repr, ACTIONS))}.")
         sources = [baseline] if isinstance(baseline, str | os.PathLike | Baseline) else baseline or ()
@@ -160,8 +160,6 @@ class DivergenceMonitor(Monitor):
         self._test: DivergenceTest | None = None
         self._file: Path | None = None  # of the verdict, once training has begun
         self._key = ""
-        self._run = RecordedRun()
-        self._is_active = False
         self._reset()
 
     def _reset(self) -> None:
@@ -247,16 +245,6 @@ class DivergenceMonitor(Monitor):
 
     # --- training ----------------------------------------------------------------------------------------------------------
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Look at the batch before the module does."""
-        if self._is_active:
-            self._run.batch_start(trainer, batch)
-
-    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        """Take the learning rate that is used."""
-        if self._is_active:
-            self._run.note_learning_rate(trainer)
-
     def batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any) -> None:
         """Take the loss; at log steps read what is unread, publish the last block, and act on an alarm."""
         if self._is_active and self._run.batch_end(trainer, pl_module, outputs):
@@ -289,15 +277,6 @@ class DivergenceMonitor(Monitor):
                 self._conclude(trainer)
             self._leave(trainer)
         super().on_exception(trainer, pl_module, exception)
-
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Leave trainer and plugin as they were."""
-        if self._is_active:
-            self._leave(trainer)
-
-    def _leave(self, trainer: Trainer) -> None:
-        self._is_active = False
-        self._run.leave(trainer)
 
     # --- the comparison ----------------------------------------------------------------------------------------------------
 

@@ -22,8 +22,10 @@ from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lightning_mp.callbacks.fingerprint import RunFingerprint
+from lightning_mp.callbacks.publish import Monitor
 from lightning_mp.callbacks.step_loss import StepLoss, StepLosses, read_before_saving
 from lightning_mp.callbacks.tokens import count_batch
 from lightning_mp.cost.devices import device_name, versions
@@ -213,6 +215,33 @@ class RecordedRun:
         self.settings = dict(state_dict["settings"])
         self.learning_rates, self._rates_by_step = dict(state_dict["learning_rates"]), dict(state_dict["rates_by_step"])
         self._sizes = {name: Counter(sizes) for name, sizes in state_dict["sizes"].items()}
+
+
+class RecordingMonitor(Monitor):
+    """A monitor that records the run it is attached to. A subclass sets it up, and says what is done with it."""
+
+    def __init__(self) -> None:
+        self._run = RecordedRun()
+        self._is_active = False
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Look at the batch before the module does."""
+        if self._is_active:
+            self._run.batch_start(trainer, batch)
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        """Take the learning rate that is used."""
+        if self._is_active:
+            self._run.note_learning_rate(trainer)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Leave trainer and plugin as they were."""
+        if self._is_active:
+            self._leave(trainer)
+
+    def _leave(self, trainer: Trainer) -> None:
+        self._is_active = False
+        self._run.leave(trainer)
 
 
 def _usual(sizes: Counter[int]) -> int | None:

@@ -37,7 +37,7 @@ from torch.optim import Optimizer
 
 from lightning_mp.callbacks.clock import Clock, clock_for
 from lightning_mp.callbacks.publish import Monitor, is_logging_step, publish
-from lightning_mp.callbacks.step_loss import data_replicas
+from lightning_mp.callbacks.step_loss import data_replicas, exact_dtype
 from lightning_mp.callbacks.tokens import BatchCount, count_batch
 from lightning_mp.cost.roofline import FlopCount, is_compiled, matmul_format, peak_tflops
 from lightning_mp.cost.throughput import StepFlops, TimedStep, summarise, usable
@@ -425,9 +425,9 @@ class SpeedMonitor(Monitor):
         """Sum values over ranks, and the totals with them: one all-reduce if there are several ranks, else none."""
         mine = [*values, *(float(self._local[name]) for name in TOTALS), *(float(name in self._unknown) for name in TOTALS)]
         if trainer.world_size > 1:
-            dtype = torch.float32 if trainer.strategy.root_device.type == "mps" else torch.float64
+            device = trainer.strategy.root_device
             mine = trainer.strategy.reduce(
-                torch.tensor(mine, dtype=dtype, device=trainer.strategy.root_device), reduce_op="sum"
+                torch.tensor(mine, dtype=exact_dtype(device), device=device), reduce_op="sum"
             ).tolist()
         counts, unknown = mine[len(values) : -len(TOTALS)], mine[-len(TOTALS) :]
         for name, count, flag in zip(TOTALS, counts, unknown, strict=True):

@@ -186,7 +186,8 @@ class StepLosses:
             return [], 0.0
         # of a window that is still open, counts and losses stay where they are
         losses, counts = self._losses.take(self._window_losses), self._counts.take(self._window_device_tokens)
-        values = torch.cat([losses.to(_exact(losses)), counts.to(losses.device, _exact(losses))]).tolist()
+        exact = exact_dtype(losses.device)
+        values = torch.cat([losses.to(exact), counts.to(losses.device, exact)]).tolist()
         at, counts_at = 0, len(losses)
         columns: list[float] = []  # four for each step: mean loss, whether there is one, samples, tokens; NaN if unknown
         for number, factor, samples, tokens, device_tokens in windows:
@@ -211,7 +212,7 @@ class StepLosses:
 
     def _meet(self, trainer: Trainer, columns: list[float], message: float) -> list[float]:
         device = trainer.strategy.root_device
-        mine = torch.tensor([*columns, message if trainer.is_global_zero else 0.0], device=device, dtype=_exact_on(device))
+        mine = torch.tensor([*columns, message if trainer.is_global_zero else 0.0], device=device, dtype=exact_dtype(device))
         return trainer.strategy.reduce(mine, reduce_op="sum").tolist()
 
     def _finish(self, total: float, ranks: float, samples: float, tokens: float, share: float) -> StepLoss:
@@ -301,10 +302,6 @@ def data_replicas(trainer: Trainer) -> int:
     return int((trainer.distributed_sampler_kwargs or {}).get("num_replicas", trainer.world_size))
 
 
-def _exact(values: Tensor) -> torch.dtype:
-    return _exact_on(values.device)
-
-
-def _exact_on(device: torch.device) -> torch.dtype:
+def exact_dtype(device: torch.device) -> torch.dtype:
     """The dtype that holds counts exactly; mps has no float64."""
     return torch.float32 if device.type == "mps" else torch.float64

@@ -37,6 +37,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_mp.callbacks.gradients import GradientRangeMonitor
+from lightning_mp.callbacks.memory import PARTS
 from lightning_mp.callbacks.run_recorder import RunRecorder, StepRecord
 from lightning_mp.cost.devices import device_name, versions
 from lightning_mp.cost.memory import peak_cuda_bytes, peak_rss_bytes
@@ -183,9 +184,8 @@ class _ScalingHistory:
 def _measured(trainer: Trainer) -> dict[str, Any]:
     """What the monitors know in the end, for the report."""
     metrics = {key: float(value) for key, value in trainer.callback_metrics.items()}
-    parts = ("weights", "masters", "gradients", "optimizer", "buffers", "activations")
     details: dict[str, Any] = {
-        "memory_gib": {part: metrics[key] for part in parts if (key := f"memory/{part}_gib") in metrics},
+        "memory_gib": {part: metrics[key] for part in PARTS if (key := f"memory/{part}_gib") in metrics},
         "updates_lost_fraction": metrics.get("gradients/updates_lost_fraction"),
     }
     for key, label in (

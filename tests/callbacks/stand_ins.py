@@ -12,10 +12,40 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.plugins.precision import Precision
 
 from lightning_mp.cost.allocator import ALLOCATED, RESERVED, RETRIES
+
+
+class Watched:
+    """An experiment of Weights & Biases that tells what was asked of it, and does nothing."""
+
+    def __init__(self, touched: list[str]) -> None:
+        self.__dict__["touched"] = touched
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("__"):
+            self.touched.append(name)
+        return lambda *args, **kwargs: None
+
+    config = summary = property(lambda self: (self.touched.append("config or summary"), {})[1])
+
+
+class WatchedWandb(WandbLogger):
+    """As Lightning's, without a run: what is asked of its experiment is in ``touched``."""
+
+    def __init__(self, touched: list[str]) -> None:
+        Logger.__init__(self)
+        self.touched = touched
+
+    def ignore(self, *args: Any, **kwargs: Any) -> None:
+        """What WandbLogger does on other ranks."""
+
+    experiment = property(lambda self: Watched(self.touched))
+    name = version = save_dir = None  # type: ignore[assignment]
+    log_metrics = log_hyperparams = save = finalize = after_save_checkpoint = ignore
 
 
 class Rows(Logger):
