@@ -17,7 +17,7 @@ found in the current directory. What is different from stock LightningCLI:
   LightningCLI lets them replace what the user gave, and stops at one that the model does not have.
 
 `compare` trains one configuration under several precisions, judges each against fp32, and prints what each cost; see
-`report.compare`. `report` makes a page of saved runs; see `report.sources`.
+`report.compare`. `report` makes a page of saved runs; see `report.saved.sources`.
 """
 
 from __future__ import annotations
